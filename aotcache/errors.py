@@ -1,0 +1,115 @@
+"""Every exception that aotcache raises on purpose.
+
+    AotcacheError
+    ├── ConfigError               a setting or an environment variable is wrong
+    ├── SpecError                 a spec file, or what it names, is wrong
+    ├── UnsupportedTorch          this torch version was never tried
+    ├── BuildError                an artifact could not be made
+    │   ├── CaptureError          the drafter could not be built or run
+    │   ├── Unfingerprintable     something that shapes the graph has no stable value
+    │   ├── UnsupportedGraph      mutation, random operators, aliasing outputs, hooks, ...
+    │   ├── CompileFailed         export, AOTInductor or the C++ compiler failed
+    │   ├── CertificateFailed     the artifact disagrees with eager beyond tolerance
+    │   └── BuilderDied           the builder process crashed or ran out of time or memory
+    ├── StoreError                a store could not be read or written
+    │   ├── NotStored             no such key or digest
+    │   ├── CorruptArtifact       bytes do not match their digest
+    │   └── ManifestError         a manifest or lock file cannot be understood
+    ├── RejectedArtifact          this host must not open that artifact
+    ├── ArtifactMiss              nothing covers this call (on_miss="raise")
+    ├── CallRefused               a call does not fit the artifact it was meant for
+    ├── NoBucket                  no bucket holds this batch
+    └── TracingForbidden          something tried to trace in a worker
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AotcacheError(Exception):
+    """Root of every error that users can meet.
+
+    Attributes:
+        details: What the message was made from, for programs: plain values only.
+    """
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.details: dict[str, Any] = details
+
+
+class ConfigError(AotcacheError):
+    """A setting or an environment variable is wrong."""
+
+
+class SpecError(AotcacheError):
+    """A spec file, or what it names, is wrong."""
+
+
+class UnsupportedTorch(AotcacheError):
+    """This torch version was never tried with the private names that aotcache uses."""
+
+
+class BuildError(AotcacheError):
+    """An artifact could not be made."""
+
+
+class CaptureError(BuildError):
+    """The drafter could not be built or run."""
+
+
+class Unfingerprintable(BuildError):
+    """Something that shapes the graph has no value that is stable between processes."""
+
+
+class UnsupportedGraph(BuildError):
+    """The region does something that an artifact cannot do faithfully."""
+
+
+class CompileFailed(BuildError):
+    """Export, AOTInductor or the C++ compiler failed."""
+
+
+class CertificateFailed(BuildError):
+    """The artifact disagrees with eager beyond tolerance, so it is not published."""
+
+
+class BuilderDied(BuildError):
+    """The builder process crashed, or ran out of time or memory."""
+
+
+class StoreError(AotcacheError):
+    """A store could not be read or written."""
+
+
+class NotStored(StoreError):
+    """The store has no such key or digest."""
+
+
+class CorruptArtifact(StoreError):
+    """Bytes do not match the digest that names them."""
+
+
+class ManifestError(StoreError):
+    """A manifest or lock file cannot be understood."""
+
+
+class RejectedArtifact(AotcacheError):
+    """This host must not open that artifact; the message holds every reason."""
+
+
+class ArtifactMiss(AotcacheError):
+    """Nothing in the store covers this call, and `on_miss` is "raise"."""
+
+
+class CallRefused(AotcacheError):
+    """A call does not fit the artifact it was meant for."""
+
+
+class NoBucket(AotcacheError):
+    """No bucket of the ladder holds this batch."""
+
+
+class TracingForbidden(AotcacheError):
+    """Something tried to trace or compile where tracing is forbidden."""

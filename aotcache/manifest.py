@@ -1,0 +1,241 @@
+"""The manifest: everything a host must know about an artifact before it opens it.
+
+One JSON document per key and variant, schema-versioned. A worker reads how to
+call the two graphs of an artifact from here alone: the archive itself carries
+no calling convention that aotcache relies on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from aotcache.errors import ManifestError
+from aotcache.key import Component, KeyParts
+from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant
+
+SCHEMA = 1
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class InputSlot:
+    """One tensor that a graph takes; each distinct tensor of a call has one slot.
+
+    Attributes:
+        kind: Where the worker finds it: a parameter or buffer of the region (by
+            qualified name), a tensor of the call, or one lifted out of a closure,
+            a block mask or a plain attribute.
+        name: Qualified name, or the path inside the call, e.g. `hidden_states` or
+            `block_mask.mask_mod.document_ids`.
+        dtype: e.g. `float32`.
+        shape: Sizes.
+        stride: Strides in elements.
+        requires_grad: Whether a gradient is taken for it (always False in `infer`).
+    """
+
+    kind: Literal["parameter", "buffer", "input", "lifted"]
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class OutputSlot:
+    """One tensor that the region returns, in the order of its output tree."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    differentiable: bool
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class PairContract:
+    """How the backward graph is called.
+
+    The forward returns the output slots followed by `intermediates` saved tensors.
+    The backward takes, in this order, the inputs named by `saved_inputs`, the saved
+    intermediates, and one incoming gradient for each output in `tangents`; it returns
+    one gradient for each input in `gradients`.
+    """
+
+    saved_inputs: tuple[int, ...]
+    intermediates: int
+    tangents: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class HostContract:
+    """What a host must offer to run the artifact.
+
+    Attributes:
+        cpu_features: Feature flags as Linux names them, e.g. `avx2`, `avx512f`.
+        glibc: Lowest version that has every symbol used, e.g. `2.17`, or None.
+        libstdcxx: Highest GLIBCXX symbol version used, e.g. `3.4.21`, or None.
+        libraries: Shared libraries the artifact is linked to (DT_NEEDED).
+        operators: Custom operators used, by name, with their schema and the module
+            that registered them on the builder.
+        driver: Lowest CUDA driver version, or None.
+    """
+
+    cpu_features: tuple[str, ...]
+    glibc: str | None
+    libstdcxx: str | None
+    libraries: tuple[str, ...]
+    operators: dict[str, dict[str, str]]
+    driver: str | None = None
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Errors of one output or gradient against the float64 reference.
+
+    Both are maximum absolute errors divided by the reference's largest entry:
+    of the artifact, and of eager in the artifact's own precision.
+    """
+
+    what: str
+    artifact: float
+    eager: float
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """The numerics check the artifact passed before it was published."""
+
+    batches: int
+    tolerance: float
+    worst: tuple[Measurement, ...]
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """How it was built. Nothing here takes part in any decision."""
+
+    torch: str
+    python: str
+    triton: str | None
+    compiler: str
+    created: float
+    seconds: dict[str, float]
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One artifact for one key and variant.
+
+    Attributes:
+        key: The key; recomputed from `components` and compared at every load.
+        components: The key's components, for explaining a miss.
+        region: The region's name in the drafter it was built from.
+        mode: `train` (members `forward` and `backward`) or `infer` (`forward`).
+        bucket: Named sizes, for people; the key holds the shapes that count.
+        digest, size: Of the archive, in bytes.
+        members: sha256 of every member of the archive by its name in it.
+        output_tree: The tree of the region's return value, see `graph/tree.py`.
+        content: Key over the canonical graphs: equal for identical graphs.
+        runner: `native` (aotcache's GIL-free runner) or `torch` (torch's own loader,
+            needed where a graph calls operators through the proxy executor).
+    """
+
+    key: CacheKey
+    components: tuple[dict[str, Any], ...]
+    target: Target
+    toolchain: Toolchain
+    region: str
+    mode: Mode
+    bucket: dict[str, int]
+    digest: Digest
+    size: int
+    members: dict[str, Digest]
+    host: HostContract
+    inputs: tuple[InputSlot, ...]
+    outputs: tuple[OutputSlot, ...]
+    output_tree: Any
+    pair: PairContract | None
+    content: Digest
+    runner: Literal["native", "torch"]
+    certificate: Certificate
+    provenance: Provenance
+    schema: int = SCHEMA
+
+    @property
+    def variant(self) -> Variant:
+        """Target and toolchain."""
+        return Variant(self.target, self.toolchain)
+
+    @property
+    def parts(self) -> KeyParts:
+        """The key's components as a value that can be compared."""
+        return KeyParts.from_json(self.components)
+
+    def to_json(self) -> bytes:
+        """Canonical JSON: sorted keys, no spaces."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str) -> Manifest:
+        """Read and check a manifest.
+
+        Args:
+            data: The bytes.
+            where: What to call them in an error: a path or an address.
+
+        Raises:
+            ManifestError: for anything that is not a manifest of this schema, or
+                whose key is not the hash of its components.
+        """
+        try:
+            found = json.loads(data)
+            schema = found.get("schema") if isinstance(found, dict) else None
+            if schema != SCHEMA:
+                raise ManifestError(
+                    f"{where}: manifest schema {schema!r}, expected {SCHEMA}; upgrade aotcache or rebuild it"
+                )
+            manifest = _adapter().validate_json(data)
+            key = manifest.parts.key
+        except (ValueError, ValidationError, KeyError, TypeError, RecursionError) as error:
+            raise ManifestError(f"{where}: not a manifest: {error}") from error
+        if key != manifest.key:
+            raise ManifestError(
+                f"{where}: the manifest says key {manifest.key} but its components hash to {key}",
+                expected=manifest.key,
+                found=key,
+            )
+        return manifest
+
+
+@cache
+def _adapter() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
+
+
+__all__ = [
+    "SCHEMA",
+    "Certificate",
+    "Component",
+    "HostContract",
+    "InputSlot",
+    "Manifest",
+    "Measurement",
+    "OutputSlot",
+    "PairContract",
+    "Provenance",
+]
