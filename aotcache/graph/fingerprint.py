@@ -1,0 +1,382 @@
+"""A stable fingerprint of the code that would run and of the values it reads.
+
+The walk starts at the functions a region would execute and follows what they
+read: globals (by bytecode, see `code.py`), closures, defaults, attributes of
+`self`, methods. It stops at torch, the standard library and built-ins, which the
+toolchain part of a variant covers. It reads an attribute only where its name
+occurs in some function on the way, so a rank or a logger that hangs on a module
+does not split the cache. What has no stable value is an error that names it.
+
+Two depths: functions reached by calls are followed into everything they read;
+functions that merely sit in a table of a third-party package (a registry of
+attention functions, say) count with their own code and their file.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import sys
+import sysconfig
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from aotcache.errors import Unfingerprintable
+from aotcache.graph.code import CodeFacts, facts, file_digest
+from aotcache.graph.guards import Checks
+
+Items = list[tuple[str, str]]
+
+_STDLIB = frozenset(sys.stdlib_module_names) | {"__future__", "builtins", "typing_extensions"}
+_TRUSTED = frozenset({"torch", "numpy", "aotcache", "functorch"})
+_SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice)
+_TORCH_PLAIN = (torch.dtype, torch.layout, torch.memory_format)
+# They steer nothing that a graph could show, and have no value to compare.
+_HARMLESS = (
+    logging.Logger,
+    logging.LoggerAdapter,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    weakref.ref,
+)
+_ALWAYS = frozenset({"__init__", "__new__", "__call__", "__post_init__", "__getattr__", "__getitem__"})
+_MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
+
+TensorFound = Callable[[str, torch.Tensor], None]
+
+
+def origin(obj: Any) -> str:
+    """`torch`, `stdlib`, `site` (an installed package) or `user`, by the module that defines it."""
+    module = getattr(obj, "__module__", None) or ""
+    root = module.partition(".")[0]
+    if root in _TRUSTED:
+        return "torch"
+    if root in _STDLIB:
+        return "stdlib"
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site" if file.startswith(_SITE) else "user"
+
+
+def plain(value: Any) -> str | None:
+    """The text of a value that is immutable and means the same in every process, or None."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return f"{kind.__name__}:{value!r}"
+    if isinstance(value, _TORCH_PLAIN):
+        return repr(value)
+    if isinstance(value, torch.device):
+        return f"device:{value.type}"
+    if isinstance(value, torch.Size):
+        return f"size:{tuple(value)}"
+    if isinstance(value, enum.Enum):
+        return f"{kind.__module__}.{kind.__qualname__}.{value.name}"
+    return None
+
+
+class Walker:
+    """Walks values and collects named items (for the key) and checks (for later calls).
+
+    Args:
+        what: The region's name, for errors.
+        modules: The region's own modules by id, with their names in it.
+        names: Attribute names known to be read; grows while walking.
+        on_tensor: Called with path and tensor for a tensor held as a plain attribute of
+            one of the region's own modules; any other tensor is an error.
+    """
+
+    def __init__(self, what: str, modules: dict[int, str], names: set[str]) -> None:
+        self.what = what
+        self.modules = modules
+        self.names = names
+        self.items: Items = []
+        self.checks = Checks()
+        self.files: dict[str, str] = {}
+        self.dynamic = False
+        self._seen: dict[int, str] = {}
+        self._keep: list[Any] = []
+
+    def add(self, path: str, value: str) -> None:
+        """Record one item."""
+        self.items.append((path, value))
+
+    def fail(self, path: str, value: Any, why: str, fix: str) -> Unfingerprintable:
+        """The error for a value that has no stable fingerprint."""
+        return Unfingerprintable(
+            f"region {self.what!r}: {path} is a {type(value).__module__}.{type(value).__qualname__}, {why}; {fix}",
+            region=self.what,
+            path=path,
+        )
+
+    def visit(self, path: str, value: Any, *, deep: bool = True) -> None:
+        """Fingerprint `value`, reached by `path`."""
+        text = plain(value)
+        if text is not None:
+            self.add(path, text)
+            return
+        if isinstance(value, torch.Tensor):
+            raise self.fail(
+                path, value, "a tensor that export would bake in", "pass it as an input or register it as a buffer"
+            )
+        mark = self._seen.get(id(value))
+        if mark is not None:
+            self.add(path, f"same as {mark}")
+            return
+        self._seen[id(value)] = path
+        self._keep.append(value)
+        self._visit_new(path, value, deep)
+
+    def _visit_new(self, path: str, value: Any, deep: bool) -> None:
+        kind = type(value)
+        if id(value) in self.modules:
+            self.add(path, f"module:{self.modules[id(value)]}")
+        elif isinstance(value, types.FunctionType):
+            self.function(path, value, deep=deep)
+        elif isinstance(value, types.MethodType):
+            self.visit(f"{path}.__func__", value.__func__, deep=deep)
+            self.visit(f"{path}.__self__", value.__self__, deep=deep)
+        elif isinstance(value, functools.partial):
+            self.add(path, "partial")
+            self.visit(f"{path}.func", value.func, deep=deep)
+            self.visit(f"{path}.args", value.args, deep=deep)
+            self.visit(f"{path}.keywords", value.keywords, deep=deep)
+        elif isinstance(value, type):
+            self.klass(path, value, deep=deep)
+        elif isinstance(value, types.ModuleType):
+            self.add(path, f"python module:{value.__name__}")
+        elif isinstance(value, dict | types.MappingProxyType):
+            self._mapping(path, value, deep)
+        elif isinstance(value, list | tuple):
+            self._sequence(path, value, deep)
+        elif isinstance(value, set | frozenset):
+            self._set(path, value)
+        elif hasattr(value, "__wrapped__") and callable(value):
+            self.add(path, f"wrapper:{kind.__qualname__}")
+            self.visit(f"{path}.__wrapped__", value.__wrapped__, deep=deep)
+        elif callable(value) and hasattr(value, "__qualname__") and hasattr(value, "__module__"):
+            self.add(path, f"builtin:{value.__module__}.{value.__qualname__}")
+        elif isinstance(value, _HARMLESS):
+            self.add(path, f"opaque:{kind.__qualname__}")
+        elif isinstance(value, torch.nn.Module):
+            raise self.fail(
+                path, value, "a module outside the region whose weights export would bake in",
+                "register it as a submodule of the region, or choose a larger region",
+            )
+        elif origin(kind) in ("torch", "stdlib") and not hasattr(value, "__dict__"):
+            self._trusted_object(path, value)
+        else:
+            self.object(path, value, deep=deep)
+
+    def _trusted_object(self, path: str, value: Any) -> None:
+        if callable(value) or origin(type(value)) == "torch":
+            self.add(path, f"object:{type(value).__module__}.{type(value).__qualname__}:{value}"
+                     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+                     else f"object:{type(value).__module__}.{type(value).__qualname__}")
+        elif type(value).__repr__ is not object.__repr__ and " at 0x" not in repr(value):
+            self.add(path, f"object:{type(value).__qualname__}:{value!r}")
+        else:
+            raise self.fail(path, value, "which has no value that is the same in every process",
+                            "keep it out of what forward reads")
+
+    def _mapping(self, path: str, value: Any, deep: bool) -> None:
+        self.add(path, f"{type(value).__name__} of {len(value)}")
+        self.checks.length(value)
+        for key, item in value.items():
+            label = plain(key)
+            if label is None:
+                label = getattr(key, "__qualname__", None) or type(key).__qualname__
+                self.visit(f"{path} key {label}", key, deep=False)
+            if type(key) in (str, int):
+                self.checks.item(value, key, item)
+                label = repr(key)
+            self.visit(f"{path}[{label}]", item, deep=deep)
+
+    def _sequence(self, path: str, value: list[Any] | tuple[Any, ...], deep: bool) -> None:
+        self.add(path, f"{type(value).__name__} of {len(value)}")
+        if isinstance(value, list):
+            self.checks.length(value)
+        for i, item in enumerate(value):
+            if isinstance(value, list):
+                self.checks.item(value, i, item)
+            self.visit(f"{path}[{i}]", item, deep=deep)
+
+    def _set(self, path: str, value: set[Any] | frozenset[Any]) -> None:
+        texts = [plain(item) for item in value]
+        if None in texts:
+            raise self.fail(path, value, "a set of objects without a stable order", "use a tuple")
+        self.add(path, f"{type(value).__name__}:{sorted(str(t) for t in texts)}")
+        if isinstance(value, set):
+            self.checks.length(value)
+
+    # -- code ---------------------------------------------------------------
+
+    def note_code(self, code_facts: CodeFacts) -> None:
+        """Take over what a function reads."""
+        self.names |= code_facts.names
+        self.dynamic = self.dynamic or code_facts.dynamic
+        for file in code_facts.files:
+            digest = file_digest(file)
+            if digest is not None:
+                self.files.setdefault(digest, file)
+
+    def function(self, path: str, fn: types.FunctionType, *, deep: bool = True, closure: bool = True) -> None:
+        """One Python function: its code, defaults, closure and the globals it reads."""
+        where = origin(fn)
+        if where in ("torch", "stdlib") and fn.__closure__ is None:
+            self.add(path, f"function:{fn.__module__}.{fn.__qualname__}")
+            return
+        found = facts(fn.__code__)
+        self.add(path, f"code:{fn.__module__}.{fn.__qualname__}:{found.digest}")
+        self.checks.attribute(fn, "__code__", fn.__code__)
+        self.note_code(found)
+        if fn.__defaults__:
+            self.checks.attribute(fn, "__defaults__", fn.__defaults__)
+            self.visit(f"{path}.__defaults__", fn.__defaults__, deep=deep)
+        if fn.__kwdefaults__:
+            self.visit(f"{path}.__kwdefaults__", fn.__kwdefaults__, deep=deep)
+        if closure:
+            for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+                try:
+                    content = cell.cell_contents
+                except ValueError:
+                    self.add(f"{path}.<{name}>", "empty cell")
+                    continue
+                self.checks.cell(cell, content)
+                self.visit(f"{path}.<{name}>", content, deep=deep)
+        if deep and where not in ("torch", "stdlib"):
+            self._globals(path, fn, found)
+
+    def _globals(self, path: str, fn: types.FunctionType, found: CodeFacts) -> None:
+        scope = fn.__globals__
+        for chain in found.chains:
+            name = chain[0]
+            if name not in scope:
+                self.checks.absent(scope, name)
+                continue
+            value = scope[name]
+            self.checks.item(scope, name, value)
+            label = f"{fn.__module__}:{name}"
+            # A name read through a module is that module's attribute: follow to the end.
+            for attribute in chain[1:]:
+                if not isinstance(value, types.ModuleType) or self._is_trusted_module(value):
+                    break
+                inner = vars(value).get(attribute, _ABSENT)
+                if inner is _ABSENT:
+                    break
+                self.checks.item(vars(value), attribute, inner)
+                value, label = inner, f"{label}.{attribute}"
+            if id(value) not in self._seen:
+                self.visit(f"global {label}", value)
+
+    @staticmethod
+    def _is_trusted_module(module: types.ModuleType) -> bool:
+        root = module.__name__.partition(".")[0]
+        return root in _TRUSTED or root in _STDLIB
+
+    def klass(self, path: str, cls: type, *, deep: bool = True) -> None:
+        """A class: its name, bases, and those of its functions that code on the way names."""
+        if origin(cls) in ("torch", "stdlib"):
+            self.add(path, f"class:{cls.__module__}.{cls.__qualname__}")
+            return
+        self.add(path, f"class:{cls.__module__}.{cls.__qualname__}")
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        if file is not None:
+            digest = file_digest(file)
+            if digest is not None:
+                self.files.setdefault(digest, file)
+        if deep:
+            self.methods(path, cls, extra=_ALWAYS if origin(cls) == "user" else frozenset({"__call__"}))
+
+    def methods(self, path: str, cls: type, extra: Iterable[str]) -> None:
+        """The functions of a class, inherited ones included, that code on the way names."""
+        wanted = self.names | set(extra)
+        for base in cls.__mro__:
+            if origin(base) in ("torch", "stdlib"):
+                continue
+            for name, member in vars(base).items():
+                if name not in wanted or name in ("__dict__", "__weakref__", "__doc__", "__module__"):
+                    continue
+                member_path = f"{path}.{name}" if base is cls else f"{path}({base.__qualname__}).{name}"
+                self.checks.item(vars(base), name, member)
+                for fn in _functions_of(member):
+                    self.visit(member_path, fn)
+                if plain(member) is not None:
+                    self.visit(member_path, member)
+                elif isinstance(member, dict | list | tuple):
+                    self.visit(member_path, member, deep=False)
+
+    def object(self, path: str, value: Any, *, deep: bool = True) -> None:
+        """Any other object: its class, and the attributes that code on the way names."""
+        cls = type(value)
+        state = getattr(value, "__dict__", None)
+        if state is None and not hasattr(cls, "__slots__"):
+            raise self.fail(path, value, "which has no value that is the same in every process",
+                            "keep it out of what forward reads")
+        self.visit(f"{path}.__class__", cls, deep=deep)
+        self.add(path, f"object:{cls.__module__}.{cls.__qualname__}")
+        self.attributes(path, value, deep=deep and origin(cls) == "user")
+
+    def attributes(self, path: str, value: Any, *, deep: bool, skip: frozenset[str] = frozenset(),
+                   every: bool = False) -> None:
+        """The attributes of an object whose names some code on the way mentions.
+
+        Args:
+            path: How the object was reached.
+            value: The object.
+            deep: Whether functions found there are followed into their globals.
+            skip: Names to leave out.
+            every: Take all public plain attributes, named or not (for torch's own modules).
+        """
+        state = getattr(value, "__dict__", None)
+        if state is None:
+            for name in _slots(type(value)):
+                if hasattr(value, name) and (name in self.names or every):
+                    inner = getattr(value, name)
+                    self.checks.attribute(value, name, inner)
+                    self.visit(f"{path}.{name}", inner, deep=deep)
+            return
+        self.checks.length(state)
+        for name in sorted(state):
+            if name in skip:
+                continue
+            inner = state[name]
+            named = name in self.names
+            if not named and self.dynamic and plain(inner) is not None:
+                named = True
+            if not named and not (every and not name.startswith("_")):
+                continue
+            self.checks.item(state, name, inner)
+            self.visit(f"{path}.{name}", inner, deep=deep)
+
+
+_ABSENT = object()
+
+
+def _functions_of(member: Any) -> list[types.FunctionType]:
+    if isinstance(member, types.FunctionType):
+        return [member]
+    if isinstance(member, staticmethod | classmethod):
+        return _functions_of(member.__func__)
+    if isinstance(member, property):
+        return [f for f in (member.fget,) if isinstance(f, types.FunctionType)]
+    wrapped = getattr(member, "__wrapped__", None) or getattr(member, "func", None)
+    return [wrapped] if isinstance(wrapped, types.FunctionType) else []
+
+
+def _slots(cls: type) -> list[str]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = getattr(base, "__slots__", ())
+        names.extend([slots] if isinstance(slots, str) else slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def module_internals() -> frozenset[str]:
+    """Names in a module's `__dict__` that torch itself keeps there."""
+    return _MODULE_INTERNALS

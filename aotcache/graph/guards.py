@@ -1,0 +1,97 @@
+"""Checks that what a key was made from still is what it was.
+
+A fingerprint walks dictionaries, cells and attributes. Each read becomes one
+identity check here, and all checks of a region become one generated function,
+about 20 ns a check. A check that fails proves nothing by itself: the caller
+then computes the key anew. A check that holds proves that no object on the way
+was exchanged; values reached through them are immutable or checked as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class _Cell(Protocol):
+    cell_contents: Any
+
+
+_MISSING = object()
+
+
+@dataclass(slots=True)
+class Checks:
+    """A list of identity checks under construction."""
+
+    _lines: list[str] = field(default_factory=list)
+    _values: dict[str, Any] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+    _seen: set[tuple[str, int, str]] = field(default_factory=set)
+
+    def _name(self, value: Any) -> str:
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = f"v{len(self._values)}"
+            self._values[name] = value
+        return name
+
+    def _add(self, kind: str, holder: Any, what: str, line: Callable[[], str]) -> None:
+        mark = (kind, id(holder), what)
+        if mark not in self._seen:
+            self._seen.add(mark)
+            self._lines.append(line())
+
+    def item(self, holder: Any, key: str | int, value: Any) -> None:
+        """`holder[key] is value`, for a dict or a list."""
+        if isinstance(holder, dict):
+            test = f".get({key!r}) is {{}}"
+        else:
+            test = f"[{key!r}] is {{}}"
+        self._add(
+            "item", holder, repr(key), lambda: self._name(holder) + test.format(self._literal(value))
+        )
+
+    def absent(self, holder: Any, key: str) -> None:
+        """`key not in holder`."""
+        self._add("absent", holder, key, lambda: f"{key!r} not in {self._name(holder)}")
+
+    def length(self, holder: Any) -> None:
+        """`len(holder)` has not changed."""
+        size = len(holder)
+        self._add("len", holder, "", lambda: f"len({self._name(holder)}) == {size}" if size else f"not {self._name(holder)}")
+
+    def cell(self, cell: _Cell, value: Any) -> None:
+        """The closure cell still holds `value`."""
+        self._add("cell", cell, "", lambda: f"{self._name(cell)}.cell_contents is {self._literal(value)}")
+
+    def attribute(self, holder: Any, name: str, value: Any) -> None:
+        """`holder.name is value`."""
+        self._add("attr", holder, name, lambda: f"{self._name(holder)}.{name} is {self._literal(value)}")
+
+    def _literal(self, value: Any) -> str:
+        return repr(value) if value is None or value is True or value is False else self._name(value)
+
+    def compile(self) -> Callable[[], bool]:
+        """One function that says whether every check still holds. Never raises."""
+        if not self._lines:
+            return lambda: True
+        names = list(self._values)
+        body = "\n        and ".join(self._lines)
+        source = (
+            f"def make({', '.join(names)}):\n"
+            "  def check():\n"
+            "    try:\n"
+            f"      return bool({body})\n"
+            "    except (AttributeError, KeyError, IndexError, ValueError, TypeError):\n"
+            "      return False\n"
+            "  return check\n"
+        )
+        scope: dict[str, Any] = {}
+        exec(source, scope)  # noqa: S102 - built from integers and identifiers of this module alone
+        check: Callable[[], bool] = scope["make"](*self._values.values())
+        return check
+
+    def __len__(self) -> int:
+        return len(self._lines)
