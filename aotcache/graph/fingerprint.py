@@ -22,7 +22,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,8 +48,6 @@ _HARMLESS = (
 )
 _ALWAYS = frozenset({"__init__", "__new__", "__call__", "__post_init__", "__getattr__", "__getitem__"})
 _MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
-
-TensorFound = Callable[[str, torch.Tensor], None]
 
 
 def origin(obj: Any) -> str:
@@ -87,8 +85,6 @@ class Walker:
         what: The region's name, for errors.
         modules: The region's own modules by id, with their names in it.
         names: Attribute names known to be read; grows while walking.
-        on_tensor: Called with path and tensor for a tensor held as a plain attribute of
-            one of the region's own modules; any other tensor is an error.
     """
 
     def __init__(self, what: str, modules: dict[int, str], names: set[str]) -> None:
@@ -225,32 +221,43 @@ class Walker:
             if digest is not None:
                 self.files.setdefault(digest, file)
 
-    def function(self, path: str, fn: types.FunctionType, *, deep: bool = True, closure: bool = True) -> None:
-        """One Python function: its code, defaults, closure and the globals it reads."""
+    def function(self, path: str, fn: types.FunctionType, *, deep: bool = True, per_call: bool = False) -> None:
+        """One Python function: its code, defaults, closure and the globals it reads.
+
+        With `per_call` the function was handed in with a call and lives no longer than
+        that: its cells and defaults belong to the call layout, and no check may hold it.
+        """
         where = origin(fn)
-        if where in ("torch", "stdlib") and fn.__closure__ is None:
+        if where in ("torch", "stdlib"):
+            # Its code belongs to the toolchain; only what it closes over is the caller's.
             self.add(path, f"function:{fn.__module__}.{fn.__qualname__}")
+            if fn.__closure__ is not None and not per_call:
+                self._function_state(path, fn, deep)
             return
         found = facts(fn.__code__)
         self.add(path, f"code:{fn.__module__}.{fn.__qualname__}:{found.digest}")
-        self.checks.attribute(fn, "__code__", fn.__code__)
         self.note_code(found)
+        if not per_call:
+            self._function_state(path, fn, deep)
+        if deep:
+            self._globals(path, fn, found)
+
+    def _function_state(self, path: str, fn: types.FunctionType, deep: bool) -> None:
+        self.checks.attribute(fn, "__code__", fn.__code__)
+        self.checks.attribute(fn, "__defaults__", fn.__defaults__)
+        self.checks.attribute(fn, "__kwdefaults__", fn.__kwdefaults__)
         if fn.__defaults__:
-            self.checks.attribute(fn, "__defaults__", fn.__defaults__)
             self.visit(f"{path}.__defaults__", fn.__defaults__, deep=deep)
         if fn.__kwdefaults__:
             self.visit(f"{path}.__kwdefaults__", fn.__kwdefaults__, deep=deep)
-        if closure:
-            for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-                try:
-                    content = cell.cell_contents
-                except ValueError:
-                    self.add(f"{path}.<{name}>", "empty cell")
-                    continue
-                self.checks.cell(cell, content)
-                self.visit(f"{path}.<{name}>", content, deep=deep)
-        if deep and where not in ("torch", "stdlib"):
-            self._globals(path, fn, found)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                self.add(f"{path}.<{name}>", "empty cell")
+                continue
+            self.checks.cell(cell, content)
+            self.visit(f"{path}.<{name}>", content, deep=deep)
 
     def _globals(self, path: str, fn: types.FunctionType, found: CodeFacts) -> None:
         scope = fn.__globals__

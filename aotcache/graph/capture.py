@@ -1,0 +1,150 @@
+"""Capture: run a drafter on real tensors and write down the calls its regions receive."""
+
+from __future__ import annotations
+
+import fnmatch
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotcache.errors import CaptureError, SpecError, UnsupportedGraph
+from aotcache.graph.region import ATTACHED, Call, Region
+from aotcache.types import CacheKey
+
+
+def find_regions(model: nn.Module, patterns: Sequence[str], options: Mapping[str, Any]) -> list[Region]:
+    """The submodules whose names match one of the fnmatch patterns; "" is the whole model.
+
+    A pattern names one level at a time: `layers.*` matches `layers.0` and not
+    `layers.0.mlp`.
+
+    Raises:
+        SpecError: a pattern that matches nothing.
+    """
+    regions: dict[str, Region] = {}
+    for pattern in patterns:
+        found = False
+        for name, module in model.named_modules():
+            if name.count(".") == pattern.count(".") and fnmatch.fnmatchcase(name, pattern) and (
+                bool(name) == bool(pattern)
+            ):
+                found = True
+                regions.setdefault(name, Region(name, module, options))
+        if not found:
+            names = sorted({n.rpartition(".")[0] + ".*" if n.rpartition(".")[2].isdigit() else n
+                            for n, _ in model.named_modules() if n.count(".") <= 1})
+            raise SpecError(
+                f"region pattern {pattern!r} matches no submodule of {type(model).__qualname__}; "
+                f"there are {', '.join(repr(n) for n in names[:20])}",
+                pattern=pattern,
+            )
+    return list(regions.values())
+
+
+class _Recorder:
+    """Stands in a module's `__dict__` while its calls are recorded."""
+
+    def __init__(self, region: Region, on_call: Callable[[Call], None]) -> None:
+        self.region = region
+        self.original = region.forward
+        self.on_call = on_call
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self.region.describe(args, kwargs)
+        result = self.original(*args, **kwargs)
+        after = self.region.describe(args, kwargs)
+        if after.parts.key != call.parts.key:
+            changed = "; ".join(str(d) for d in call.parts.diff(after.parts)[:3])
+            raise UnsupportedGraph(
+                f"region {self.region.name!r}: its forward changes what it was given or what it is "
+                f"({changed}); an artifact could not do that. Return the new value instead",
+                region=self.region.name,
+            )
+        self.on_call(call)
+        return result
+
+
+def _record_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return self.__dict__[ATTACHED](args, kwargs)
+
+
+@contextmanager
+def recording(regions: Sequence[Region], on_call: Callable[[Call], None]) -> Iterator[None]:
+    """While open, `on_call` receives every call to a region, after it ran.
+
+    Raises (from the call itself):
+        UnsupportedGraph: a forward that changes its arguments or its own attributes.
+    """
+    saved = [region.module.__dict__.get("forward") for region in regions]
+    for region in regions:
+        region.module.__dict__[ATTACHED] = _Recorder(region, on_call)
+        region.module.__dict__["forward"] = types.MethodType(_record_forward, region.module)
+    try:
+        yield
+    finally:
+        for region, forward in zip(regions, saved, strict=True):
+            del region.module.__dict__[ATTACHED]
+            if forward is None:
+                del region.module.__dict__["forward"]
+            else:
+                region.module.__dict__["forward"] = forward
+
+
+def distinct(calls: Sequence[Call]) -> dict[CacheKey, Call]:
+    """The first call of every key."""
+    first: dict[CacheKey, Call] = {}
+    for call in calls:
+        first.setdefault(call.parts.key, call)
+    return first
+
+
+def materialise(model: nn.Module, device: torch.device) -> nn.Module:
+    """Give real memory to parameters and buffers that have none.
+
+    A factory may build on the meta device or under its own FakeTensorMode. The key
+    sees shapes alone, so any finite values serve for tracing and for the numerics
+    check. Tied tensors stay tied. Real tensors are moved to `device`.
+
+    Raises:
+        CaptureError: a parameter that is neither a plain tensor nor fake.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    made: dict[int, torch.Tensor] = {}
+    for label, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, value in table.items():
+                if value is None:
+                    continue
+                if id(value) not in made:
+                    made[id(value)] = _real(f"{label}.{key}", value, device, generator)
+                table[key] = made[id(value)]  # type: ignore[assignment]
+    return model
+
+
+def _real(name: str, value: torch.Tensor, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    parameter = isinstance(value, nn.Parameter)
+    fake = value.is_meta or type(value).__name__ == "FakeTensor"
+    if not fake:
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            raise CaptureError(
+                f"{name} is a {type(value).__qualname__}, expected a plain tensor; build the drafter without "
+                "tensor subclasses (shard or quantise it after attach)",
+                name=name,
+            )
+        if value.device.type == device.type:
+            return value
+        moved = value.detach().to(device)
+        return nn.Parameter(moved, value.requires_grad) if parameter else moved
+    size, stride = tuple(value.shape), tuple(value.stride())
+    real = torch.empty_strided(size, stride, dtype=value.dtype, device=device)
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        centre = 1.0 if len(size) == 1 and parameter else 0.0
+        noise = torch.randn(size, generator=generator) * 0.02 + centre
+        real.copy_(noise if parameter else noise.abs() + 0.01)
+    else:
+        real.zero_()
+    return nn.Parameter(real, value.requires_grad) if parameter else real

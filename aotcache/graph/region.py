@@ -1,0 +1,421 @@
+"""A region: one submodule, its fingerprint, and its calls described.
+
+`describe` is the one way to a key. The builder's capture and the worker's
+dispatcher both call it, so they cannot disagree about what a call is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotcache.errors import CallRefused, Unfingerprintable, UnsupportedGraph
+from aotcache.graph import ambient, tree
+from aotcache.graph.code import facts
+from aotcache.graph.fingerprint import Items, Walker, module_internals, origin
+from aotcache.graph.guards import Checks
+from aotcache.graph.layout import Flattener
+from aotcache.key import FORMAT, Component, KeyParts
+from aotcache.types import Mode
+
+ATTACHED = "_aotcache"
+"""Name in a module's `__dict__` under which the worker half keeps its state."""
+
+# private torch names, tried on 2.13.0
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+)
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Where one tensor of a region lives: `holder[name]`, read anew at every call."""
+
+    kind: str
+    qualname: str
+    holder: dict[str, Any]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """What is fixed between calls as long as `still_true()` holds.
+
+    Attributes:
+        code: The code component of the key.
+        structure: Items of the structure component, tensors excepted.
+        holders: Every parameter, buffer and lifted attribute, in order.
+        names: Attribute names that the code mentions.
+        still_true: Whether nothing this was made from has been exchanged.
+    """
+
+    code: Component
+    structure: tuple[tuple[str, str], ...]
+    holders: tuple[Holder, ...]
+    names: frozenset[str]
+    still_true: Callable[[], bool]
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a region, described.
+
+    Attributes:
+        region: The region.
+        mode: `train` where a gradient is wanted, else `infer`.
+        tensors: Each distinct tensor once: parameters, buffers, lifted attributes, arguments.
+        kinds, names: Of each slot.
+        static: The region's fingerprint at the time of the call.
+        arguments: Template of the call's arguments, by parameter name.
+        parts: The key's components.
+        flattener: Makes the function that takes later calls of this layout apart.
+        holder_slots: The slot of each of the static holders; tied tensors share one.
+    """
+
+    region: Region
+    mode: Mode
+    tensors: list[torch.Tensor]
+    kinds: list[str]
+    names: list[str]
+    static: Static
+    arguments: tree.Template
+    parts: KeyParts
+    flattener: Flattener
+    holder_slots: list[int]
+
+    def slot_holders(self) -> list[Holder]:
+        """The holder each leading slot is read from."""
+        first: dict[int, Holder] = {}
+        for holder, slot in zip(self.static.holders, self.holder_slots, strict=True):
+            first.setdefault(slot, holder)
+        return [first[slot] for slot in sorted(first)]
+
+    def requires_grad(self) -> list[bool]:
+        """Per slot, whether a gradient is wanted."""
+        return [self.mode == "train" and t.requires_grad for t in self.tensors]
+
+
+class Region:
+    """One submodule of a drafter.
+
+    Args:
+        name: Its name in the drafter.
+        module: The module.
+        options: Compile options of the spec, for the key.
+    """
+
+    def __init__(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> None:
+        self.name = name
+        self.module = module
+        self.forward = original_forward(module)
+        self.signature = inspect.signature(self.forward)
+        self._compile = Component("compile", tuple((k, repr(options[k])) for k in sorted(options)))
+        self._static: Static | None = None
+        self._static_error: Unfingerprintable | UnsupportedGraph | None = None
+
+    def static(self) -> Static:
+        """The fingerprint, made anew when anything it was made from has changed.
+
+        Raises:
+            Unfingerprintable: something that shapes the graph has no stable value.
+            UnsupportedGraph: a hook inside the region.
+        """
+        known = self._static
+        if known is None or not known.still_true():
+            known = self._static = fingerprint_module(self.name, self.module, self.forward)
+        return known
+
+    def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Describe a call: its tensors by slot, and its key.
+
+        Raises:
+            TypeError: the arguments do not fit forward's signature, as eager raises.
+            CallRefused: an argument that no artifact can take.
+            Unfingerprintable: see `static`.
+        """
+        static = self.static()
+        slots: dict[int, int] = {}
+        tensors: list[torch.Tensor] = []
+        holder_slots: list[int] = []
+        kinds: list[str] = []
+        names: list[str] = []
+        structure: Items = list(static.structure)
+        for holder in static.holders:
+            value = holder.holder[holder.name]
+            slot = slots.get(id(value))
+            if slot is None:
+                slot = slots[id(value)] = len(tensors)
+                tensors.append(value)
+                kinds.append(holder.kind)
+                names.append(holder.qualname)
+            holder_slots.append(slot)
+            structure.append((holder.qualname, f"{holder.kind} slot {slot}"))
+        walker = Walker(self.name, {}, set(static.names))
+        flattener = Flattener(self.name, walker, slots)
+        arguments = self._arguments(flattener, args, kwargs)
+        tensors += flattener.tensors
+        kinds += ["lifted" if inside else "input" for inside in flattener.lifted]
+        names += flattener.names
+        grad = torch.is_grad_enabled()
+        mode: Mode = "train" if grad and any(t.requires_grad for t in tensors) else "infer"
+        metadata = [(f"slot {i} {names[i]}", describe_tensor(t, mode)) for i, t in enumerate(tensors)]
+        own = len(tensors) - len(flattener.tensors)
+        device = _device_type(self.name, names, tensors)
+        ambient_items = ambient.read(device).items()
+        if "is_grad_enabled" in static.names:
+            ambient_items.append(("grad_enabled", str(grad)))
+        if "is_inference_mode_enabled" in static.names:
+            ambient_items.append(("inference_mode", str(torch.is_inference_mode_enabled())))
+        parts = KeyParts(
+            (
+                Component("format", (("version", str(FORMAT)),)),
+                static.code,
+                Component("structure", tuple(structure + metadata[:own])),
+                Component(
+                    "call",
+                    (("device", device), ("mode", mode), *flattener.items, *metadata[own:],
+                     *walker.items, *_files(walker)),
+                ),
+                Component("ambient", tuple(ambient_items)),
+                self._compile,
+            )
+        )
+        return Call(self, mode, tensors, kinds, names, static, arguments, parts, flattener, holder_slots)
+
+    def _arguments(
+        self, flattener: Flattener, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tree.Template:
+        bound = self.signature.bind(*args, **kwargs)
+        given = set(bound.arguments)
+        bound.apply_defaults()
+        flattener.lines.append(
+            f"if len(args) != {len(args)} or kwargs.keys() != {flattener._env(frozenset(kwargs))}: return None"
+        )
+        keys: list[str] = []
+        items: list[tree.Template] = []
+        position = 0
+        for name, parameter in self.signature.parameters.items():
+            value = bound.arguments[name]
+            keys.append(name)
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                parts = []
+                for i, item in enumerate(value):
+                    parts.append(flattener.visit(f"{name}[{i}]", item, f"args[{position + i}]"))
+                flattener.items.append((name, f"*{len(value)}"))
+                items.append(tree.Items(tuple, tuple(parts)))
+                position = len(args)
+            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                flattener.items.append((name, f"**{sorted(value)}"))
+                items.append(
+                    tree.Entries(
+                        tuple(value),
+                        tuple(flattener.visit(f"{name}.{k}", v, f"kwargs[{k!r}]") for k, v in value.items()),
+                    )
+                )
+            else:
+                expr: str | None = None
+                if name in given:
+                    if position < len(args) and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                        expr, position = f"args[{position}]", position + 1
+                    else:
+                        expr = f"kwargs[{name!r}]"
+                items.append(flattener.visit(name, value, expr))
+        return tree.Entries(tuple(keys), tuple(items))
+
+    def run(self, call: Call, tensors: Sequence[Any]) -> Any:
+        """Run the original forward of a described call on other tensors, slot by slot.
+
+        The tensors take the places of the parameters, of the lifted attributes and of
+        everything found in the arguments. Single-threaded: the module is changed meanwhile.
+        """
+        arguments = call.arguments.build(tensors)
+        bound = inspect.BoundArguments(self.signature, dict(arguments))  # type: ignore[arg-type]
+        with _swapped(call, tensors):
+            return self.forward(*bound.args, **bound.kwargs)
+
+
+def original_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that a module had before aotcache put its own in place."""
+    attached = module.__dict__.get(ATTACHED)
+    forward: Callable[..., Any] = module.forward if attached is None else attached.original
+    return forward
+
+
+@contextmanager
+def _swapped(call: Call, tensors: Sequence[Any]) -> Iterator[None]:
+    saved = [h.holder[h.name] for h in call.static.holders]
+    try:
+        for holder, slot in zip(call.static.holders, call.holder_slots, strict=True):
+            holder.holder[holder.name] = tensors[slot]
+        yield
+    finally:
+        for holder, value in zip(call.static.holders, saved, strict=True):
+            holder.holder[holder.name] = value
+
+
+def fingerprint_module(name: str, module: nn.Module, forward: Callable[..., Any]) -> Static:
+    """Fingerprint a region: the code its calls would run, its structure and its plain attributes."""
+    modules = {id(m): n for n, m in module.named_modules()}
+    names: set[str] = set()
+    while True:
+        walker = Walker(name, modules, set(names))
+        structure, holders = _walk(walker, name, module, forward)
+        if walker.names == names:
+            break
+        names = walker.names
+    code = Component("code", (*walker.items, *_files(walker)))
+    return Static(code, tuple(structure), tuple(holders), frozenset(names), walker.checks.compile())
+
+
+def _files(walker: Walker) -> list[tuple[str, str]]:
+    return [(f"file {i}", digest) for i, digest in enumerate(sorted(walker.files))]
+
+
+def _walk(
+    walker: Walker, name: str, root: nn.Module, forward: Callable[..., Any]
+) -> tuple[Items, list[Holder]]:
+    structure: Items = []
+    holders: list[Holder] = []
+    for hooks in _GLOBAL_HOOKS:
+        registry = getattr(nn.modules.module, hooks)
+        walker.checks.length(registry)
+        if registry:
+            raise UnsupportedGraph(
+                f"region {name!r}: a global module hook is registered ({hooks[1:]}); it would be baked into "
+                "the artifact. Remove it before warming and training",
+                region=name,
+            )
+    for label, module in root.named_modules():
+        where = label or "(root)"
+        structure.append((where, f"{type(module).__module__}.{type(module).__qualname__}"))
+        walker.checks.attribute(module, "__class__", type(module))
+        _refuse_hooks(walker, name, label, module, root)
+        for child, sub in module._modules.items():
+            walker.checks.item(module._modules, child, sub)
+        walker.checks.length(module._modules)
+        _code(walker, where, module, forward if module is root else None)
+        _plain_attributes(walker, structure, where, module, holders, label)
+    # Parameters and buffers come last so that their slots are numbered in one order.
+    tensors: list[Holder] = []
+    for label, module in root.named_modules():
+        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+            walker.checks.length(table)
+            for key, value in table.items():
+                qualname = f"{label}.{key}" if label else key
+                if value is None:
+                    walker.checks.item(table, key, None)
+                    structure.append((qualname, f"{kind} None"))
+                else:
+                    tensors.append(Holder(kind, qualname, table, key))
+    return structure, tensors + holders
+
+
+def _refuse_hooks(walker: Walker, name: str, label: str, module: nn.Module, root: nn.Module) -> None:
+    if module is root:
+        return
+    for hooks in _HOOKS:
+        registry = module.__dict__.get(hooks)
+        if registry is None:
+            continue
+        walker.checks.item(module.__dict__, hooks, registry)
+        walker.checks.length(registry)
+        if registry:
+            first = next(iter(registry.values()))
+            raise UnsupportedGraph(
+                f"region {name!r}: submodule {label!r} has a hook in {hooks[1:]} "
+                f"({getattr(first, '__qualname__', first)!r}); inside a region it would be baked in or skipped. "
+                "Put the hook on the region itself, where it runs as always, or choose a smaller region",
+                region=name, submodule=label,
+            )
+
+
+def _code(walker: Walker, where: str, module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """What runs when the module is called."""
+    cls = type(module)
+    own = module.__dict__
+    if forward is None:
+        forward = original_forward(module)
+        if "forward" in own and ATTACHED not in own:
+            walker.checks.item(own, "forward", own["forward"])
+    function = forward.__func__ if isinstance(forward, types.MethodType) else forward
+    for base in cls.__mro__:
+        if "forward" in vars(base):
+            walker.checks.item(vars(base), "forward", vars(base)["forward"])
+            break
+    if origin(cls) in ("torch", "stdlib") and origin(function) in ("torch", "stdlib"):
+        walker.add(where, f"class:{cls.__module__}.{cls.__qualname__}")
+        return
+    walker.visit(f"{where}.forward", function)
+    if origin(cls) not in ("torch", "stdlib"):
+        walker.methods(where, cls, extra=("__call__", "__getattr__"))
+
+
+def _plain_attributes(
+    walker: Walker, structure: Items, where: str, module: nn.Module, holders: list[Holder], label: str
+) -> None:
+    trusted = origin(type(module)) in ("torch", "stdlib")
+    own = module.__dict__
+    reads_training = "training" in (
+        facts(type(module).forward.__code__).names if trusted and hasattr(type(module).forward, "__code__")
+        else walker.names
+    )
+    if reads_training:
+        walker.checks.item(own, "training", module.training)
+        structure.append((f"{where}.training", str(module.training)))
+    skip = set(module_internals()) | {"training", "forward", ATTACHED}
+    for key, value in own.items():
+        if key not in skip and isinstance(value, torch.Tensor):
+            skip.add(key)
+            if key in walker.names or trusted:
+                holders.append(Holder("lifted", f"{label}.{key}" if label else key, own, key))
+    before = len(walker.items)
+    walker.attributes(where, module, deep=True, skip=frozenset(skip), every=trusted)
+    structure += walker.items[before:]
+    del walker.items[before:]
+
+
+def canonical_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in elements; those of dimensions of size 1 mean nothing and become what
+    a contiguous tensor would have."""
+    strides = list(tensor.stride())
+    expected = 1
+    for i in range(tensor.dim() - 1, -1, -1):
+        size = tensor.shape[i]
+        if size == 1:
+            strides[i] = expected
+        expected = max(expected, strides[i] * size) if size != 1 else expected
+    return tuple(strides)
+
+
+def describe_tensor(tensor: torch.Tensor, mode: Mode) -> str:
+    """A tensor as the key sees it."""
+    grad = "grad" if mode == "train" and tensor.requires_grad else "no grad"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(tensor.shape)} strides {canonical_strides(tensor)} {grad}"
+
+
+def _device_type(name: str, names: list[str], tensors: list[torch.Tensor]) -> str:
+    devices = {t.device: i for i, t in reversed(list(enumerate(tensors)))}
+    if len(devices) > 1:
+        # A 0-d CPU tensor beside CUDA ones is what eager takes too, but not an artifact.
+        where = ", ".join(f"{names[i]} on {device}" for device, i in devices.items())
+        raise CallRefused(
+            f"region {name!r}: expected all tensors on one device, found {where}; move them to one device",
+            region=name,
+        )
+    return next(iter(devices)).type if devices else "cpu"
+
+
+__all__ = ["ATTACHED", "Call", "Checks", "Holder", "Region", "Static", "canonical_strides", "describe_tensor"]
