@@ -81,9 +81,10 @@ def top_level(path: Path) -> Iterator[tuple[str, int]]:
 
 def _is_type_checking_only(path: Path, line: int) -> bool:
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            if node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
-                return True
+        if not isinstance(node, ast.If) or "TYPE_CHECKING" not in ast.unparse(node.test):
+            continue
+        if node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
+            return True
     return False
 
 
