@@ -114,16 +114,23 @@ class Region:
         name: Its name in the drafter.
         module: The module.
         options: Compile options of the spec, for the key.
+        forward: What calls run, where it is not the module's own current forward.
     """
 
-    def __init__(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        options: Mapping[str, Any],
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
         self.name = name
         self.module = module
-        self.forward = original_forward(module)
+        self.options = dict(options)
+        self.forward = forward or original_forward(module)
         self.signature = inspect.signature(self.forward)
         self._compile = Component("compile", tuple((k, repr(options[k])) for k in sorted(options)))
         self._static: Static | None = None
-        self._static_error: Unfingerprintable | UnsupportedGraph | None = None
 
     def static(self) -> Static:
         """The fingerprint, made anew when anything it was made from has changed.
@@ -387,23 +394,64 @@ def _plain_attributes(
 
 
 def canonical_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides in elements; those of dimensions of size 1 mean nothing and become what
-    a contiguous tensor would have."""
+    """Strides in elements, as the key records them.
+
+    Those of dimensions of size 1 mean nothing and become what a contiguous tensor
+    would have. An expanded tensor (stride 0) counts as contiguous: graphs are compiled
+    for memory of its own, and the dispatcher copies.
+    """
+    shape = tuple(tensor.shape)
     strides = list(tensor.stride())
-    expected = 1
-    for i in range(tensor.dim() - 1, -1, -1):
-        size = tensor.shape[i]
-        if size == 1:
-            strides[i] = expected
-        expected = max(expected, strides[i] * size) if size != 1 else expected
+    if any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True)):
+        return contiguous_strides(shape)
+    if 1 not in shape:
+        return tuple(strides)
+    step = 1
+    for i in range(len(shape) - 1, -1, -1):
+        if shape[i] == 1:
+            strides[i] = step
+        step = max(step, strides[i] * shape[i])
     return tuple(strides)
 
 
-def describe_tensor(tensor: torch.Tensor, mode: Mode) -> str:
-    """A tensor as the key sees it."""
+def describe_tensor(tensor: torch.Tensor, mode: Mode, strides: tuple[int, ...] | None = None) -> str:
+    """A tensor as the key sees it, with its own strides unless others are given."""
     grad = "grad" if mode == "train" and tensor.requires_grad else "no grad"
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(tensor.shape)} strides {canonical_strides(tensor)} {grad}"
+    return f"{dtype} {tuple(tensor.shape)} strides {strides or canonical_strides(tensor)} {grad}"
+
+
+def contiguous_parts(call: Call) -> KeyParts:
+    """The key of the same call with every argument tensor contiguous."""
+    texts = {}
+    for i, tensor in enumerate(call.tensors):
+        if call.kinds[i] in ("input", "lifted"):
+            name = f"slot {i} {call.names[i]}"
+            texts[name] = describe_tensor(tensor, call.mode, contiguous_strides(tuple(tensor.shape)))
+    components = []
+    for part in call.parts.components:
+        if part.name == "call":
+            part = Component("call", tuple((n, texts.get(n, v)) for n, v in part.items))
+        components.append(part)
+    return KeyParts(tuple(components))
+
+
+def has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether memory is laid out by `strides` (elements), dimensions of size 1 aside."""
+    return all(
+        size == 1 or own == other
+        for size, own, other in zip(tensor.shape, tensor.stride(), strides, strict=True)
+    )
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _device_type(name: str, names: list[str], tensors: list[torch.Tensor]) -> str:

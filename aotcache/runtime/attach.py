@@ -1,0 +1,310 @@
+"""The loader hook: `attach` puts compiled artifacts behind a drafter's regions.
+
+`forward` is replaced on the instance by a bound method, so that `__call__`, hooks,
+DDP, FSDP2 and checkpoint wrappers see what they always see, and so that a deep copy
+of an attached model is attached to its own weights. Pickling drops the attachment.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from aotcache import compat, host
+from aotcache.config import Settings
+from aotcache.errors import ArtifactMiss, CallRefused, ConfigError, Unfingerprintable, UnsupportedGraph
+from aotcache.graph import ambient
+from aotcache.graph.capture import find_regions
+from aotcache.graph.region import ATTACHED, Region
+from aotcache.lockfile import lock_path, read_lock
+from aotcache.runtime import tripwire
+from aotcache.runtime.dense import eager_without_tracing
+from aotcache.runtime.dispatch import Records, make_record
+from aotcache.runtime.resolve import Resolved, Resolver, explain
+from aotcache.runtime.stats import Stats
+from aotcache.spec import Spec, load_spec
+from aotcache.store import open_store
+from aotcache.types import Digest, Miss
+
+if TYPE_CHECKING:
+    from aotcache.manifest import Manifest
+    from aotcache.store.base import Store
+
+logger = logging.getLogger(__name__)
+
+OnMiss = Literal["raise", "eager"]
+
+
+class Attachment:
+    """What an attached module carries in its `__dict__`: how its calls are run."""
+
+    def __init__(self, name: str, module: nn.Module, original: Callable[..., Any], handle: Handle) -> None:
+        self.name = name
+        self.module = module
+        self.original = original
+        self.handle = handle
+        self.region = Region(name, module, handle.options, original)
+        self.records = Records()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call."""
+        if ambient.foreign_mode() is None:
+            found = self.records.find(args, kwargs)
+            if found is not None:
+                record, tensors = found
+                self.handle.counters.hit(self.name)
+                return record.execute(tensors)
+        return self._describe_and_run(args, kwargs)
+
+    def _describe_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mode = ambient.foreign_mode()
+        if mode is not None:
+            refusal = CallRefused(
+                f"region {self.name!r} is called under {mode}, which wants to see every operator; "
+                "an artifact has none to show. Leave it, or call the region outside of it",
+                region=self.name,
+            )
+            return self._missed(args, kwargs, str(refusal), refusal)
+        try:
+            call = self.region.describe(args, kwargs)
+        except (CallRefused, Unfingerprintable, UnsupportedGraph) as refusal:
+            return self._missed(args, kwargs, str(refusal), refusal)
+        answer = self.handle.resolver.resolve(call)
+        if isinstance(answer, Miss):
+            if self.handle.on_miss == "eager":
+                return self._missed(args, kwargs, answer.reason, None)
+            self.handle.counters.miss(self.name)
+            raise ArtifactMiss(
+                explain(call, answer.reason, self.handle.resolver.store, self.handle.warm_line),
+                key=call.parts.key,
+                region=self.name,
+            )
+        record = make_record(call, answer.executable)
+        self.records.add(record)
+        self.handle.counters.hit(self.name)
+        return record.execute(call.tensors)
+
+    def _missed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, error: Exception | None
+    ) -> Any:
+        self.handle.counters.miss(self.name)
+        if self.handle.on_miss != "eager":
+            assert error is not None
+            raise error
+        if self.handle.first_time(self.name, reason):
+            logger.warning("region %r runs eagerly: %s", self.name, reason)
+        self.handle.counters.eager(self.name)
+        with eager_without_tracing():
+            return self.original(*args, **kwargs)
+
+    def rebound(self, module: nn.Module) -> Attachment:
+        """The same attachment for a copy of the module."""
+        original = self.original
+        if isinstance(original, types.MethodType):
+            original = types.MethodType(original.__func__, module)
+        return Attachment(self.name, module, original, self.handle)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        module = memo.get(id(self.module))
+        return self if module is None else self.rebound(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    """What an attachment becomes in a pickle."""
+
+
+def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """The bound method that stands in an attached module's place of `forward`."""
+    attachment: Attachment = self.__dict__[ATTACHED]
+    if attachment.module is not self:
+        attachment = self.__dict__[ATTACHED] = attachment.rebound(self)
+    return attachment.call(args, kwargs)
+
+
+class Handle:
+    """An attached drafter. Made by `attach`.
+
+    Thread-safe: any number of threads may run the drafter, its deep copies and further
+    replicas attached on their own. Artifacts are opened once per process.
+    """
+
+    def __init__(
+        self,
+        regions: Iterable[Region],
+        resolver: Resolver,
+        *,
+        options: dict[str, Any],
+        on_miss: OnMiss,
+        warm_line: str,
+        locked: dict[Digest, str] | None,
+        counters: Stats,
+        wire: tripwire.Tripwire | None,
+    ) -> None:
+        self.resolver = resolver
+        self.options = options
+        self.on_miss = on_miss
+        self.warm_line = warm_line
+        self.counters = counters
+        self._locked = locked
+        self._wire = wire
+        self._told: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        self._attached: list[nn.Module] = []
+        for region in regions:
+            module = region.module
+            if isinstance(module.__dict__.get(ATTACHED), Attachment):
+                raise ConfigError(
+                    f"region {region.name!r} is attached already; call detach() on the first handle before attaching again",
+                    region=region.name,
+                )
+            self._put(module, Attachment(region.name, module, region.forward, self))
+
+    def _put(self, module: nn.Module, attachment: Attachment) -> None:
+        module.__dict__[ATTACHED] = attachment
+        module.__dict__["forward"] = types.MethodType(forward, module)
+        self._attached.append(module)
+
+    def first_time(self, region: str, reason: str) -> bool:
+        """Whether a region was not yet reported for this reason."""
+        with self._lock:
+            new = (region, reason) not in self._told
+            self._told.add((region, reason))
+            return new
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since `attach`: hits, misses, loads, load seconds, eager calls, bytes, per
+        region and in total, and the traces that the tripwire saw. A copy."""
+        return self.counters.snapshot(traces=self._wire.receipt.total if self._wire is not None else 0)
+
+    def prefetch(self) -> dict[str, Any]:
+        """Open everything the lock file names, in parallel; without a lock file, every
+        stored artifact made from this drafter's code. Returns `stats()`.
+
+        Raises:
+            ArtifactMiss: the lock file names an artifact that the store does not have.
+        """
+        manifests = self._wanted()
+        self.resolver.know(manifests)
+        with ThreadPoolExecutor(max_workers=8, thread_name_prefix="aotcache-prefetch") as pool:
+            list(pool.map(self.resolver.open, manifests))
+        return self.stats()
+
+    def _wanted(self) -> list[Manifest]:
+        accepted: dict[str, list[Manifest]] = {}
+        codes = {m.__dict__[ATTACHED].region.static().code.digest for m in self._attached}
+        for manifest in self.resolver.store.list():
+            code = next(c.digest for c in manifest.parts.components if c.name == "code")
+            if code in codes if self._locked is None else manifest.digest in self._locked:
+                accepted.setdefault(manifest.key, []).append(manifest)
+        if self._locked is not None:
+            found = {m.digest for group in accepted.values() for m in group}
+            missing = sorted(set(self._locked) - found)
+            if missing:
+                raise ArtifactMiss(
+                    f"the lock file names {len(missing)} artifacts that the store does not have, first "
+                    f"{missing[0]} ({self._locked[missing[0]]}); run: {self.warm_line}",
+                    digests=missing,
+                )
+        best = (compat.best(group, self.resolver.facts) for group in accepted.values())
+        return [m for m in best if not isinstance(m, compat.Rejected)]
+
+    def refresh(self) -> None:
+        """Look at the store again for what was missing so far."""
+        self.resolver.forget_misses()
+
+    def detach(self) -> None:
+        """Give every module its own forward back. Calls that run meanwhile end as they began."""
+        for module in self._attached:
+            attachment = module.__dict__.pop(ATTACHED, None)
+            if attachment is None:
+                continue
+            module.__dict__.pop("forward", None)
+            if module.forward != attachment.original:
+                module.__dict__["forward"] = attachment.original
+        self._attached.clear()
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return self
+
+
+def attach(
+    model: nn.Module,
+    spec: Spec | str | Path | None = None,
+    *,
+    store: Store | str | None = None,
+    on_miss: OnMiss = "raise",
+    lock: str | Path | None = None,
+    forbid_tracing: Literal["process", "thread"] | None = "process",
+) -> Handle:
+    """Run a drafter's regions from compiled artifacts. Nothing is traced, ever.
+
+    Args:
+        model: The drafter, or a replica of it.
+        spec: A spec, its path, or None for `aotcache.toml` in the working directory.
+        store: A store or its URL; default is the configured one.
+        on_miss: What a call does that nothing in the store covers: "raise"
+            ArtifactMiss, or "eager": run without an artifact, and without tracing.
+        lock: A lock file whose digests alone are accepted. `<spec>.lock` is used by
+            `prefetch` when it lies beside the spec; it restricts only when named here.
+        forbid_tracing: Where an attempt to trace raises TracingForbidden until
+            `detach`: in the whole "process", in the calling "thread", or nowhere (None).
+
+    Returns:
+        The handle; also a context manager that detaches.
+
+    Raises:
+        SpecError: the spec is wrong, or a region pattern matches nothing.
+        ManifestError: the lock file cannot be read.
+    """
+    if on_miss not in ("raise", "eager"):
+        raise ConfigError(f"on_miss is {on_miss!r}, expected 'raise' or 'eager'")
+    if forbid_tracing not in ("process", "thread", None):
+        raise ConfigError(f"forbid_tracing is {forbid_tracing!r}, expected 'process', 'thread' or None")
+    settings = Settings()
+    spec = spec if isinstance(spec, Spec) else load_spec(spec)
+    options = spec.compile_options()
+    regions = find_regions(model, spec.drafter.regions, options)
+    opened = open_store(store) if isinstance(store, str) or store is None else store
+    locked = _locked(spec, lock)
+    counters = Stats()
+    resolver = Resolver(
+        opened,
+        settings.home,
+        host.host_facts(),
+        frozenset(locked) if lock is not None and locked is not None else None,
+        counters,
+    )
+    wire = tripwire.install(forbid_tracing) if forbid_tracing is not None else None
+    return Handle(
+        regions, resolver, options=options, on_miss=on_miss, counters=counters, locked=locked, wire=wire,
+        warm_line=f"aotcache warm {spec.path}",
+    )
+
+
+def _locked(spec: Spec, lock: str | Path | None) -> dict[Digest, str] | None:
+    path = Path(lock) if lock is not None else lock_path(spec.path)
+    if lock is None and not path.exists():
+        return None
+    return {cell.digest: f"{cell.region} {cell.mode} {cell.bucket}" for cell in read_lock(path).cells}
+
+
+__all__ = ["Attachment", "Handle", "attach"]

@@ -1,0 +1,171 @@
+"""From a described call to an opened artifact, or the reason why there is none.
+
+Key -> stored manifests -> lock file -> verdict -> registry. Each answer is kept
+per key, so a miss costs one look at the store, not one a call.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aotcache import compat
+from aotcache.graph.region import Call, contiguous_parts
+from aotcache.key import KeyParts
+from aotcache.runtime import registry
+from aotcache.runtime.stats import Stats
+from aotcache.types import CacheKey, Digest, Miss
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aotcache.manifest import Manifest
+    from aotcache.runtime.function import Executable
+    from aotcache.store.base import Store
+
+_STRIDES = re.compile(r"strides \([^)]*\)")
+_NEAREST = 3
+"""How many differing items of the nearest stored entry an error lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """An opened artifact for a key."""
+
+    executable: Executable
+
+
+class Resolver:
+    """Finds and opens artifacts for the calls of one attached drafter. Thread-safe.
+
+    Args:
+        store: Where to look.
+        home: Local state: unpacked artifacts.
+        facts: What this host offers, for the verdict.
+        allowed: Digests of the lock file, or None to accept any verified entry.
+        stats: Counters.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        home: Path,
+        facts: compat.HostFacts,
+        allowed: frozenset[Digest] | None,
+        stats: Stats,
+    ) -> None:
+        self.store = store
+        self.home = home
+        self.facts = facts
+        self.allowed = allowed
+        self.stats = stats
+        self._answers: dict[CacheKey, Resolved | Miss] = {}
+        self._known: dict[str, Manifest] = {}
+        self._lock = threading.Lock()
+
+    def resolve(self, call: Call) -> Resolved | Miss:
+        """The artifact for a call, opened, or why there is none.
+
+        Where no entry has the call's exact strides, one that differs from it in
+        strides alone serves: the dispatcher copies into the compiled layout.
+
+        Raises:
+            CorruptArtifact, StoreError: bytes that are there but cannot be used.
+        """
+        answer = self._answers.get(call.parts.key)
+        if answer is None:
+            answer = self._look(call)
+            self._answers[call.parts.key] = answer
+        return answer
+
+    def _look(self, call: Call) -> Resolved | Miss:
+        first = self.by_key(call.parts.key)
+        if isinstance(first, Resolved):
+            return first
+        parts = contiguous_parts(call)
+        if parts.key != call.parts.key:
+            other = self.by_key(parts.key)
+            if isinstance(other, Resolved):
+                return other
+        known = self._known.get(_strides_aside(call.parts))
+        if known is not None:
+            return self.open(known)
+        return first
+
+    def by_key(self, key: CacheKey) -> Resolved | Miss:
+        """The best artifact stored under a key."""
+        return self.best(self.store.lookup(key))
+
+    def best(self, manifests: Iterable[Manifest]) -> Resolved | Miss:
+        """Open the best of several variants that this host accepts."""
+        manifests = list(manifests)
+        if not manifests:
+            return Miss("the store has no entry under this key")
+        if self.allowed is not None:
+            locked = [m for m in manifests if m.digest in self.allowed]
+            if not locked:
+                found = ", ".join(m.digest[:12] for m in manifests)
+                return Miss(f"the store has {found} under this key, but the lock file names none of them")
+            manifests = locked
+        chosen = compat.best(manifests, self.facts)
+        if isinstance(chosen, compat.Rejected):
+            return Miss("; ".join(chosen.reasons))
+        return self.open(chosen)
+
+    def open(self, manifest: Manifest) -> Resolved:
+        """Open one artifact, or find it open."""
+        started = time.perf_counter()
+        executable, loaded = registry.open(manifest, self.store, self.home)
+        if loaded:
+            self.stats.loaded(manifest.region, time.perf_counter() - started, manifest.size, manifest.runner)
+        with self._lock:
+            self._known.setdefault(_strides_aside(manifest.parts), manifest)
+        return Resolved(executable)
+
+    def know(self, manifests: Iterable[Manifest]) -> None:
+        """Remember manifests as candidates for calls that differ in strides alone."""
+        with self._lock:
+            for manifest in manifests:
+                self._known.setdefault(_strides_aside(manifest.parts), manifest)
+
+    def forget_misses(self) -> None:
+        """Look at the store again for what was missing."""
+        self._answers = {k: a for k, a in self._answers.items() if isinstance(a, Resolved)}
+
+
+def nearest(parts: KeyParts, manifests: Iterable[Manifest]) -> tuple[Manifest, list[str]] | None:
+    """The stored entry that differs from `parts` in the fewest items, with the differences."""
+    best: tuple[Manifest, list[str]] | None = None
+    for manifest in manifests:
+        differences = [str(d) for d in parts.diff(manifest.parts)]
+        if best is None or len(differences) < len(best[1]):
+            best = (manifest, differences)
+    return best
+
+
+def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
+    """The text of a miss: key, reason, nearest entry and what differs, and the way out."""
+    lines = [f"no artifact for region {call.region.name!r} ({call.mode}), key {call.parts.key}: {reason}"]
+    found = nearest(call.parts, (m for m in store.list() if m.mode == call.mode))
+    if found is None:
+        lines.append("the store holds no entry in this mode")
+    else:
+        manifest, differences = found
+        lines.append(f"nearest stored entry: {manifest.key} (region {manifest.region!r}, bucket {manifest.bucket})")
+        lines += [f"  {d}" for d in differences[:_NEAREST]]
+        if len(differences) > _NEAREST:
+            lines.append(f"  and {len(differences) - _NEAREST} more")
+    lines.append(f"to build it: {warm_line}")
+    return "\n".join(lines)
+
+
+def _strides_aside(parts: KeyParts) -> str:
+    items = (
+        f"{c.name}\0{name}\0{_STRIDES.sub('strides *', value)}" for c in parts.components for name, value in c.items
+    )
+    return "\1".join(items)
+
