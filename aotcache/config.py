@@ -1,0 +1,99 @@
+"""Settings: the only reader of `AOTCACHE_*` environment variables.
+
+Every field is a variable: `home` is `AOTCACHE_HOME`, and so on. Each `Settings()`
+reads the environment anew, so that nothing is kept for the whole process.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from aotcache.errors import ConfigError
+
+PREFIX = "AOTCACHE_"
+
+
+class Settings(BaseSettings):
+    """What can be set from outside. Units are in the names.
+
+    Attributes:
+        home: Where all state lives. Default: `aotcache` in `XDG_CACHE_HOME`, else in
+            `~/.cache`; for a user who has no writable home (a container uid without
+            an account), `aotcache-<uid>` in the system's temporary directory.
+        store: URL of the store; default `file://<home>/store`.
+        build_seconds: Time limit of one build, in seconds.
+        build_memory_gib: Memory limit of one build, in GiB of address space that is
+            really used (resident); None sets none.
+        lock_seconds: How long to wait for another process that holds a lock.
+        trust_shared_store: Open artifacts from a directory that other users can
+            write to. Opening an artifact runs its code, so this trusts them all.
+
+    Raises:
+        ConfigError: naming the variable, what it holds and what was expected.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    home: Path = Field(default_factory=lambda: default_home())
+    store: str = Field(default_factory=lambda data: (data["home"] / "store").as_uri())
+    build_seconds: float = Field(default=900.0, gt=0)
+    build_memory_gib: float | None = Field(default=None, gt=0)
+    lock_seconds: float = Field(default=600.0, gt=0)
+    trust_shared_store: bool = False
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_complaints(error))) from error
+
+    @field_validator("home")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @property
+    def locks(self) -> Path:
+        """The directory of lock files."""
+        return self.home / "locks"
+
+
+def _complaints(error: ValidationError) -> Iterator[str]:
+    for entry in error.errors():
+        name = PREFIX + ".".join(str(part) for part in entry["loc"]).upper()
+        yield f"{name}={entry['input']!r}: {entry['msg']}; correct the variable or unset it"
+
+
+def default_home() -> Path:
+    """The home used when `AOTCACHE_HOME` is unset; creates nothing."""
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG rules say that a relative value is to be ignored.
+    cache = Path(xdg) if os.path.isabs(xdg) else _user_cache()
+    if cache is not None:
+        home = cache / "aotcache"
+        if home.is_dir() or _can_create(home):
+            return home
+    return Path(tempfile.gettempdir()).absolute() / f"aotcache-{os.getuid()}"
+
+
+def _user_cache() -> Path | None:
+    home = os.environ.get("HOME", "")
+    if not os.path.isabs(home):
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            return None
+    return Path(home) / ".cache"
+
+
+def _can_create(path: Path) -> bool:
+    nearest = next((parent for parent in path.parents if parent.exists()), None)
+    return nearest is not None and os.access(nearest, os.W_OK | os.X_OK)

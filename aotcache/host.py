@@ -1,0 +1,183 @@
+"""Probes this machine: its target, its toolchain and what it offers an artifact.
+
+Nothing is probed at import. The answers cannot change while a process lives, so
+each probe runs once per process; all functions may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from aotcache.compat import CPU_LEVELS, HostFacts
+from aotcache.errors import ConfigError
+from aotcache.types import Target, Toolchain
+
+# private torch names, tried on 2.13.0
+
+
+def _cuda_driver_number() -> int:
+    """CUDA version of the driver as `1000 * major + 10 * minor`; 0 without a driver."""
+    import torch
+
+    return int(torch._C._cuda_getDriverVersion())
+
+
+def _operator_schemas(name: str) -> list[Any]:
+    import torch
+
+    return list(torch._C._jit_get_schemas_for_operator(name))
+
+
+# end of private torch names
+
+
+def host_target(device: str = "cpu") -> Target:
+    """The target that code built for this machine's own device gets.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:<index>`.
+
+    Raises:
+        ConfigError: for another device type, or for `cuda` without such a device.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return Target("cpu", _cpu_arch())
+    if kind != "cuda":
+        raise ConfigError(f"device {device!r} is not supported; use cpu, cuda or cuda:<index>")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {device!r} asked for, but torch {torch.__version__} sees no CUDA device; "
+            "name a target such as cuda:sm_90 to build for another machine's"
+        )
+    if index and not (index.isdigit() and int(index) < torch.cuda.device_count()):
+        raise ConfigError(f"device {device!r} does not exist; torch sees {torch.cuda.device_count()}")
+    major, minor = torch.cuda.get_device_capability(int(index or torch.cuda.current_device()))
+    return Target("cuda", f"sm_{major}{minor}")
+
+
+@cache
+def host_toolchain() -> Toolchain:
+    """The torch of this process."""
+    import torch
+
+    version = str(torch.__version__).partition("+")[0]
+    return Toolchain(version, torch.version.git_version, torch.version.cuda)
+
+
+def host_facts() -> HostFacts:
+    """What this host offers to an artifact, for `compat.verdict`.
+
+    Custom operators are looked up when asked for: one that is registered later is
+    found later.
+    """
+    return HostFacts(
+        machine=platform.machine(),
+        toolchain=host_toolchain(),
+        cpu_features=cpu_features(),
+        glibc=_glibc(),
+        libstdcxx=_libstdcxx(),
+        cuda_archs=_cuda_archs(),
+        driver=_driver(),
+        operator=operator_schema,
+    )
+
+
+def operator_schema(name: str) -> str | None:
+    """Schema of a registered operator, as text.
+
+    Args:
+        name: `ns::name` for the default overload, or `ns::name.overload`.
+
+    Returns:
+        The schema, or None where this process has no such operator.
+    """
+    base, _, overload = name.partition(".")
+    for schema in _operator_schemas(base):
+        if schema.overload_name == ("" if overload == "default" else overload):
+            return str(schema)
+    return None
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """Feature flags of the processor as `/proc/cpuinfo` spells them."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def _cpu_arch() -> str:
+    machine = platform.machine()
+    if machine != "x86_64":
+        return f"{machine}-baseline"
+    import torch
+
+    # torch's own level may be below the processor's: its kernels are capped by
+    # ATEN_CPU_CAPABILITY, and code that uses more than it would differ in rounding.
+    capability = torch.backends.cpu.get_cpu_capability()
+    for level in {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}.get(capability, ()):
+        if cpu_features().issuperset(CPU_LEVELS[f"x86_64-{level}"]):
+            return f"x86_64-{level}"
+    return "x86_64-baseline"
+
+
+def _glibc() -> str | None:
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    except ValueError:
+        return None
+    return version if name == "glibc" else None
+
+
+@cache
+def _libstdcxx() -> str | None:
+    import torch  # noqa: F401  # brings the libstdc++ that an artifact would be bound to
+
+    path = next((p for p in _mapped_files() if p.name.startswith("libstdc++.so")), None)
+    if path is None:
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        found = {
+            tuple(int(part) for part in match[1].split(b"."))
+            for match in re.finditer(rb"GLIBCXX_(\d+(?:\.\d+)+)\x00", data)
+        }
+    return ".".join(str(part) for part in max(found)) if found else None
+
+
+def _mapped_files() -> list[Path]:
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = dict.fromkeys(fields[5] for line in lines if len(fields := line.split(None, 5)) == 6)
+    return [path for name in paths if (path := Path(name)).is_file()]
+
+
+def _cuda_archs() -> tuple[str, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return tuple(f"sm_{major}{minor}" for major, minor in sorted(found))
+
+
+def _driver() -> str | None:
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    number = _cuda_driver_number()
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None

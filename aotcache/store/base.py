@@ -1,0 +1,126 @@
+"""What a store promises. Every implementation passes one contract suite.
+
+- **Reads return values.** A key that is not there, a ref whose bytes are gone and a
+  manifest that cannot be read are all misses. Only a store that cannot be reached or
+  read at all is an error, and only a digest that was asked for by name can be missing
+  with an exception.
+- **Writes are all or nothing.** Bytes go first, the ref last. Killed at any moment, a
+  publish leaves nothing that a reader can see, and nothing locked.
+- **Bytes are checked** against their digest whenever they leave a store.
+- **Threads and processes.** Any number of both may use one store at once, also on
+  several hosts, without locks. Two publishes of one entry: one of them wins, both leave
+  a readable entry. A delete beside a publish can cost a miss, never a wrong answer.
+- **Nothing negative is kept**: a write that failed can be tried again.
+- **Forks.** A store at a bucket must not be used in a process forked after its first
+  use (it raises StoreError); one in a directory may.
+
+Sizes are bytes; times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from aotcache.manifest import Manifest
+from aotcache.types import CacheKey, Digest, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One ref of a listing.
+
+    Attributes:
+        key: The key it is filed under.
+        variant: The variant's text, as in the ref's name.
+        manifest: What it says; None if it cannot be read.
+        size: Bytes of the archive that the store really holds; None if it is gone.
+        modified: When the ref was written.
+        problem: Why a lookup takes this entry for a miss, or None.
+    """
+
+    key: CacheKey
+    variant: str
+    manifest: Manifest | None
+    size: int | None
+    modified: float
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a store holds. Archives shared by several refs count once."""
+
+    refs: int
+    blobs: int
+    bytes: int
+
+
+class Store(Protocol):
+    """See the module for the contract."""
+
+    @property
+    def url(self) -> str:
+        """Where it is; `open_store(url)` opens it again."""
+
+    def lookup(self, key: CacheKey) -> list[Manifest]:
+        """Every variant that can be fetched for `key`; empty for a miss.
+
+        Raises:
+            StoreError: if the store cannot be read at all.
+        """
+
+    def resolve(self, keys: Iterable[CacheKey]) -> Mapping[CacheKey, list[Manifest]]:
+        """`lookup` of many keys; every key asked for is in the answer."""
+
+    def publish(self, manifest: Manifest, archive: Path, *, replace: bool = False) -> bool:
+        """Store an archive and the manifest that names it.
+
+        Args:
+            manifest: Its `digest` and `size` must be the archive's.
+            archive: The file; only read.
+            replace: Put it in the place of an entry that is already there.
+
+        Returns:
+            Whether it was stored; False if a readable entry for the key and variant
+            was there already and has been left alone.
+
+        Raises:
+            CorruptArtifact: if the archive is not what the manifest says.
+            StoreError: if it could not be written; nothing is visible then.
+        """
+
+    def fetch(self, digest: Digest, dest: Path) -> None:
+        """Write the checked bytes to `dest`, which appears whole or not at all.
+
+        Raises:
+            NotStored: if there are no such bytes.
+            CorruptArtifact: if they do not match, also when read again. A store on
+                this host has dropped its copy then.
+            RejectedArtifact: if other users of this host could have put them there.
+            StoreError: if they could not be read or written.
+        """
+
+    def blob_path(self, digest: Digest) -> Path | None:
+        """A file on this host with the checked bytes, to be only read.
+
+        None if the store's bytes are elsewhere: `fetch` them. Raises as `fetch`.
+        """
+
+    def list(self) -> Iterator[Manifest]:
+        """Every manifest that can be fetched, in the order of keys."""
+
+    def entries(self) -> Iterator[Entry]:
+        """Every ref, in the order of keys; those that are misses with their problem."""
+
+    def delete(self, key: CacheKey, variant: Variant | str) -> bool:
+        """Remove a ref, and its archive unless another ref names it.
+
+        Returns:
+            Whether there was such a ref.
+        """
+
+    def usage(self) -> Usage:
+        """How much the store holds; walks all of it."""

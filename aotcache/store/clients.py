@@ -1,0 +1,193 @@
+"""The few operations that a store needs from whatever keeps its objects.
+
+`ObstoreClient` does them on every kind of bucket that obstore knows. Directories
+have a client of their own in `files.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from aotcache.errors import StoreError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Bucket
+
+CHUNK = 1 << 20
+"""Bytes read at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """One object: its path in the store, bytes, and seconds since the epoch."""
+
+    path: str
+    size: int
+    modified: float
+
+
+class Client(Protocol):
+    """Objects by `/`-separated path. Absence is a value; anything else a StoreError."""
+
+    def get(self, path: str) -> bytes | None:
+        """All bytes of a small object."""
+
+    def chunks(self, path: str) -> Iterator[bytes] | None:
+        """The bytes of a large object, piece by piece."""
+
+    def head(self, path: str) -> Info | None:
+        """Its size and time."""
+
+    def put(self, path: str, source: bytes | Path, *, create: bool) -> bool:
+        """Write an object whole or not at all, to last.
+
+        With `create`, an object that is there is left alone and the answer is False.
+        """
+
+    def list(self, prefix: str) -> Iterator[Info]:
+        """Every object below a folder, in the order of paths."""
+
+    def delete(self, path: str) -> bool:
+        """Remove an object; whether it was there."""
+
+    def trusted_path(self, path: str) -> Path | None:
+        """The file that is the object, if it is one on this host.
+
+        Raises:
+            RejectedArtifact: if other users could have written it.
+        """
+
+
+@cache
+def _obstore_process() -> int:
+    """The process that used obstore first, also when asked in one forked from it.
+
+    obstore's threads do not survive a fork: a call in the child waits for them for ever.
+    """
+    return os.getpid()
+
+
+class ObstoreClient:
+    """Objects in a bucket (S3, GCS, Azure) or in this process's memory."""
+
+    def __init__(self, url: str) -> None:
+        from obstore.store import from_url
+
+        self._url = url
+        with self._typed("open"):
+            self._bucket: Bucket = from_url(url)
+
+    def get(self, path: str) -> bytes | None:
+        """See `Client`."""
+        import obstore
+
+        with self._typed(path):
+            try:
+                return bytes(obstore.get(self._bucket, path).bytes())
+            except FileNotFoundError:
+                return None
+
+    def chunks(self, path: str) -> Iterator[bytes] | None:
+        """See `Client`."""
+        import obstore
+
+        with self._typed(path):
+            try:
+                stream = obstore.get(self._bucket, path).stream(min_chunk_size=CHUNK)
+            except FileNotFoundError:
+                return None
+        return self._read(path, iter(stream))
+
+    def _read(self, path: str, stream: Iterator[bytes]) -> Iterator[bytes]:
+        while True:
+            with self._typed(path):
+                chunk = next(stream, None)
+            if chunk is None:
+                return
+            yield bytes(chunk)
+
+    def head(self, path: str) -> Info | None:
+        """See `Client`."""
+        import obstore
+
+        with self._typed(path):
+            try:
+                meta = obstore.head(self._bucket, path)
+            except FileNotFoundError:
+                return None
+        return Info(path, meta["size"], meta["last_modified"].timestamp())
+
+    def put(self, path: str, source: bytes | Path, *, create: bool) -> bool:
+        """See `Client`."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._typed(path):
+            try:
+                # A conditional put has to be a single request.
+                obstore.put(
+                    self._bucket,
+                    path,
+                    source,
+                    mode="create" if create else "overwrite",
+                    use_multipart=False if create else None,
+                )
+            except (AlreadyExistsError, FileExistsError):
+                return False
+        return True
+
+    def list(self, prefix: str) -> Iterator[Info]:
+        """See `Client`."""
+        import obstore
+
+        found = []
+        with self._typed(prefix):
+            for batch in obstore.list(self._bucket, prefix):
+                found += [Info(m["path"], m["size"], m["last_modified"].timestamp()) for m in batch]
+        yield from sorted(found, key=lambda info: info.path)
+
+    def delete(self, path: str) -> bool:
+        """See `Client`."""
+        import obstore
+
+        # Buckets do not say whether what they deleted was there.
+        existed = self.head(path) is not None
+        with self._typed(path):
+            try:
+                obstore.delete(self._bucket, path)
+            except FileNotFoundError:
+                return False
+        return existed
+
+    def trusted_path(self, path: str) -> Path | None:
+        """None: the bytes are elsewhere."""
+        return None
+
+    @contextmanager
+    def _typed(self, path: str) -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        first = _obstore_process()
+        if os.getpid() != first:
+            raise StoreError(
+                f"store {self._url} cannot be used in process {os.getpid()}, which was forked from process {first} "
+                "after that had used a bucket; start it with the spawn or forkserver method instead",
+                url=self._url,
+            )
+        try:
+            yield
+        except (BaseError, OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            cause = str(error).partition("\n\nDebug source:")[0]
+            raise StoreError(
+                f"store {self._url}: {path}: {cause}; check the address, the credentials and the network",
+                url=self._url,
+                path=path,
+            ) from error

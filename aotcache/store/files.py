@@ -1,0 +1,175 @@
+"""Objects as files below a directory, also on a network file system.
+
+obstore could do this as well, but it renames without fsync, so that a host that
+loses power can be left with empty files under valid names, and its threads make
+every call in a forked child hang.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from aotcache.errors import StoreError
+from aotcache.store.clients import CHUNK, Info
+from aotcache.store.local import make_dirs, require_private, sync_dir
+
+T = TypeVar("T")
+
+_STALE_RETRIES = (0.01, 0.05, 0.2)
+"""Waits in seconds. A handle is stale while a file is being replaced on another
+host of a network file system; a lookup by name finds the new one."""
+
+_ABANDONED_SECONDS = 24 * 3600.0
+
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
+class FileClient:
+    """See `clients.Client`. Writes are durable when they return.
+
+    Args:
+        root: The directory; made by the first write.
+        trust_shared: Hand out files that other users could have written.
+    """
+
+    def __init__(self, root: Path, *, trust_shared: bool) -> None:
+        self._root = root
+        self._trust_shared = trust_shared
+
+    def get(self, path: str) -> bytes | None:
+        """See `Client`."""
+        return self._read(path, lambda file: file.read_bytes())
+
+    def chunks(self, path: str) -> Iterator[bytes] | None:
+        """See `Client`."""
+        opened = self._read(path, lambda file: file.open("rb"))
+        if opened is None:
+            return None
+
+        def pieces() -> Iterator[bytes]:
+            with opened:
+                while chunk := opened.read(CHUNK):
+                    yield chunk
+
+        return pieces()
+
+    def head(self, path: str) -> Info | None:
+        """See `Client`."""
+        status = self._read(path, lambda file: file.stat())
+        return None if status is None else Info(path, status.st_size, status.st_mtime)
+
+    def put(self, path: str, source: bytes | Path, *, create: bool) -> bool:
+        """See `Client`."""
+        target = self._root / path
+        # Beside the objects, so that the rename stays within one file system, and
+        # outside the folders that are ever listed.
+        folder = self._root / "tmp"
+        make_dirs(target.parent)
+        make_dirs(folder)
+        self._sweep(folder)
+        draft = folder / uuid.uuid4().hex
+        try:
+            self._write(draft, source)
+            stored = _place(draft, target, create=create)
+            sync_dir(target.parent)
+        except OSError as error:
+            raise StoreError(
+                f"cannot write {target}: {error.strerror}; nothing was stored; free space or "
+                "permissions, then try again",
+                path=str(target),
+            ) from error
+        finally:
+            draft.unlink(missing_ok=True)
+        return stored
+
+    def list(self, prefix: str) -> Iterator[Info]:
+        """See `Client`."""
+        for name in self._read(prefix, lambda folder: sorted(os.listdir(folder))) or ():
+            path = f"{prefix}/{name}"
+            if (self._root / path).is_dir():
+                yield from self.list(path)
+            elif (info := self.head(path)) is not None:
+                yield info
+
+    def delete(self, path: str) -> bool:
+        """See `Client`."""
+        target = self._root / path
+        try:
+            target.unlink()
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return False
+            raise StoreError(f"cannot delete {target}: {error.strerror}", path=str(target)) from error
+        return True
+
+    def trusted_path(self, path: str) -> Path | None:
+        """See `Client`."""
+        target = self._root / path
+        if not self._trust_shared:
+            self._read(path, lambda file: require_private(file, self._root))
+        return target
+
+    def _read(self, path: str, action: Callable[[Path], T]) -> T | None:
+        target = self._root / path
+        for wait in (*_STALE_RETRIES, None):
+            try:
+                return action(target)
+            except OSError as error:
+                if error.errno in _ABSENT:
+                    return None
+                if error.errno != errno.ESTALE:
+                    raise StoreError(f"cannot read {target}: {error.strerror}", path=str(target)) from error
+                if wait is not None:
+                    time.sleep(wait)
+        return None
+
+    def _write(self, draft: Path, source: bytes | Path) -> None:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        with os.fdopen(descriptor, "wb") as file:
+            # The umask may have left it writable to the group.
+            os.fchmod(descriptor, os.fstat(descriptor).st_mode & 0o755)
+            if isinstance(source, bytes):
+                file.write(source)
+            else:
+                with source.open("rb") as data:
+                    shutil.copyfileobj(data, file, CHUNK)
+            file.flush()
+            os.fsync(descriptor)
+
+    def _sweep(self, folder: Path) -> None:
+        """Remove what writers that were killed left behind."""
+        before = time.time() - _ABANDONED_SECONDS
+        with os.scandir(folder) as drafts:
+            for draft in drafts:
+                try:
+                    if draft.stat().st_mtime < before:
+                        os.unlink(draft.path)
+                except OSError:
+                    # Another process was faster, or the file is another user's.
+                    continue
+
+
+def _place(draft: Path, target: Path, *, create: bool) -> bool:
+    if create:
+        try:
+            os.link(draft, target)
+            return True
+        except FileExistsError:
+            return False
+        except OSError as error:
+            # Without hard links the check and the rename are two steps: of two
+            # writers at once the later one wins, and both files were whole.
+            if error.errno not in _NO_LINKS:
+                raise
+            if target.exists():
+                return False
+    os.replace(draft, target)
+    return True

@@ -1,0 +1,278 @@
+"""The store over objects: `refs/<key[:2]>/<key>/<variant>.json`, `blobs/<digest[:2]>/<digest>`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from aotcache.config import Settings
+from aotcache.errors import CorruptArtifact, ManifestError, NotStored, StoreError
+from aotcache.manifest import Manifest
+from aotcache.store.base import Entry, Store, Usage
+from aotcache.store.clients import CHUNK, Client, Info, ObstoreClient
+from aotcache.store.files import FileClient
+from aotcache.store.local import make_dirs
+from aotcache.types import CacheKey, Digest, Variant, is_digest
+
+logger = logging.getLogger(__name__)
+
+BUCKETS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory")
+"""URL schemes that obstore serves; `memory` ends with the process."""
+
+_LATE_BLOB_RETRIES = (0.02, 0.1)
+"""Waits in seconds. Another host of a network file system can see a new ref
+before the blob that was written first."""
+
+
+def open_store(url: str | os.PathLike[str] | None = None) -> Store:
+    """Open a store; makes nothing and, for a directory, touches nothing.
+
+    Args:
+        url: `file:///path`, a plain path, or a bucket (`s3://bucket/prefix`, `gs://`,
+            `az://`). Default: the `store` setting.
+
+    Raises:
+        StoreError: for an address of another kind, or one that cannot be opened.
+    """
+    current = Settings()
+    text = current.store if url is None else os.fspath(url)
+    parts = urlsplit(text)
+    if "://" not in text:
+        root = Path(text).expanduser().absolute()
+    elif parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise StoreError(f"store {text!r}: expected file:///absolute/path, with three slashes")
+        root = Path(unquote(parts.path))
+    elif parts.scheme in BUCKETS:
+        return ObjectStore(text, ObstoreClient(text))
+    else:
+        raise StoreError(
+            f"store {text!r}: scheme {parts.scheme!r} is not supported; "
+            f"expected a path, file:///path or one of {', '.join(s + '://' for s in BUCKETS)}"
+        )
+    return ObjectStore(root.as_uri(), FileClient(root, trust_shared=current.trust_shared_store))
+
+
+class ObjectStore:
+    """A `Store`; its contract is in `store/base.py`. Holds no state but its client."""
+
+    def __init__(self, url: str, client: Client) -> None:
+        self._url = url
+        self._client = client
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """See `Store`."""
+        return self._url
+
+    def lookup(self, key: CacheKey) -> list[Manifest]:
+        """See `Store`."""
+        found = []
+        for ref in self._client.list(_ref_folder(key)):
+            entry = self._entry(ref)
+            if entry is None:
+                continue
+            if entry.manifest is not None and entry.problem is None:
+                found.append(entry.manifest)
+            else:
+                logger.warning("%s: %s is taken for a miss: %s", self._url, ref.path, entry.problem)
+        return found
+
+    def resolve(self, keys: Iterable[CacheKey]) -> dict[CacheKey, list[Manifest]]:
+        """See `Store`."""
+        return {key: self.lookup(key) for key in dict.fromkeys(keys)}
+
+    def publish(self, manifest: Manifest, archive: Path, *, replace: bool = False) -> bool:
+        """See `Store`."""
+        found, size = _measure(archive)
+        if (found, size) != (manifest.digest, manifest.size):
+            raise CorruptArtifact(
+                f"{archive} is not published: its manifest says {manifest.digest} and {manifest.size} bytes, "
+                f"the file has {found} and {size} bytes; build it again",
+                expected=manifest.digest,
+                found=found,
+            )
+        ref = _ref_path(manifest.key, str(manifest.variant))
+        if not replace and self._is_live(ref):
+            return False
+        self._put_blob(manifest.digest, archive)
+        document = manifest.to_json()
+        if self._client.put(ref, document, create=not replace):
+            return True
+        if self._is_live(ref):
+            return False
+        # What is there is a miss to everyone, so nobody loses it.
+        return self._client.put(ref, document, create=False)
+
+    def fetch(self, digest: Digest, dest: Path) -> None:
+        """See `Store`."""
+        path = _blob_path(digest)
+        self._client.trusted_path(path)
+        make_dirs(dest.parent)
+        draft = dest.with_name(f".{dest.name}.{uuid.uuid4().hex}")
+        try:
+            self._read_checked(digest, draft)
+            os.replace(draft, dest)
+        except OSError as error:
+            raise StoreError(f"cannot write {dest}: {error.strerror}", path=str(dest)) from error
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def blob_path(self, digest: Digest) -> Path | None:
+        """See `Store`."""
+        path = self._client.trusted_path(_blob_path(digest))
+        if path is not None:
+            self._read_checked(digest, None)
+        return path
+
+    def list(self) -> Iterator[Manifest]:
+        """See `Store`."""
+        return (e.manifest for e in self.entries() if e.manifest is not None and e.problem is None)
+
+    def entries(self) -> Iterator[Entry]:
+        """See `Store`."""
+        for ref in self._client.list("refs"):
+            entry = self._entry(ref)
+            if entry is not None:
+                yield entry
+
+    def delete(self, key: CacheKey, variant: Variant | str) -> bool:
+        """See `Store`."""
+        path = _ref_path(key, str(variant))
+        info = self._client.head(path)
+        if info is None:
+            return False
+        entry = self._entry(info)
+        existed = self._client.delete(path)
+        if entry is not None and entry.manifest is not None:
+            digest = entry.manifest.digest
+            if not any(e.manifest is not None and e.manifest.digest == digest for e in self.entries()):
+                self._client.delete(_blob_path(digest))
+        return existed
+
+    def usage(self) -> Usage:
+        """See `Store`."""
+        refs = sum(1 for _ in self._client.list("refs"))
+        sizes = [info.size for info in self._client.list("blobs")]
+        return Usage(refs, len(sizes), sum(sizes))
+
+    def _entry(self, ref: Info) -> Entry | None:
+        """What one ref says; None if it vanished meanwhile or is no ref."""
+        _, _, rest = ref.path.partition("refs/")
+        parts = rest.split("/")
+        if len(parts) != 3 or not is_digest(parts[1]) or not parts[2].endswith(".json"):
+            return None
+        key, variant = CacheKey(parts[1]), parts[2].removesuffix(".json")
+        data = self._client.get(ref.path)
+        if data is None:
+            return None
+        try:
+            manifest = Manifest.from_json(data, where=f"{self._url}/{ref.path}")
+        except ManifestError as error:
+            return Entry(key, variant, None, None, ref.modified, str(error))
+        problem: str | None = None
+        if (manifest.key, str(manifest.variant)) != (key, variant):
+            problem = f"it is filed under another name than its own, {manifest.key}/{manifest.variant}"
+        blob = self._late_head(_blob_path(manifest.digest))
+        if blob is None:
+            problem = problem or f"its archive {manifest.digest} is gone"
+        return Entry(key, variant, manifest, blob.size if blob else None, ref.modified, problem)
+
+    def _late_head(self, path: str) -> Info | None:
+        found = self._client.head(path)
+        for wait in _LATE_BLOB_RETRIES:
+            if found is not None:
+                break
+            time.sleep(wait)
+            found = self._client.head(path)
+        return found
+
+    def _is_live(self, path: str) -> bool:
+        info = self._client.head(path)
+        entry = None if info is None else self._entry(info)
+        return entry is not None and entry.problem is None
+
+    def _put_blob(self, digest: Digest, archive: Path) -> None:
+        path = _blob_path(digest)
+        chunks = self._client.chunks(path)
+        if chunks is not None and _digest(chunks)[0] == digest:
+            return
+        # Bytes that are there and wrong are replaced: this heals the entry.
+        self._client.put(path, archive, create=False)
+
+    def _read_checked(self, digest: Digest, draft: Path | None) -> None:
+        """Read a blob, into a file or for the check alone; twice if it does not match."""
+        path = _blob_path(digest)
+        found: Digest | None = None
+        for _ in range(2):
+            chunks = self._client.chunks(path)
+            if chunks is None:
+                raise NotStored(
+                    f"store {self._url} has no archive {digest}; warm again to build it", digest=digest
+                )
+            found, _size = _digest(chunks, draft)
+            if found == digest:
+                return
+        self._drop(path)
+        raise CorruptArtifact(
+            f"store {self._url}: the bytes at {path} do not match their name: "
+            f"expected {digest}, found {found}, twice; "
+            "a copy on this host has been dropped: fetch or warm it again",
+            expected=digest,
+            found=found,
+        )
+
+    def _drop(self, path: str) -> None:
+        # Only a copy on this host is ours to drop; a bucket is other people's too.
+        if isinstance(self._client, FileClient):
+            try:
+                self._client.delete(path)
+            except StoreError as error:
+                logger.warning("%s", error)
+
+
+def _ref_folder(key: CacheKey) -> str:
+    return f"refs/{key[:2]}/{key}"
+
+
+def _ref_path(key: CacheKey, variant: str) -> str:
+    return f"{_ref_folder(key)}/{variant}.json"
+
+
+def _blob_path(digest: Digest) -> str:
+    if not is_digest(digest):
+        raise NotStored(f"{digest!r} is not a digest: expected 64 lower-case hex characters")
+    return f"blobs/{digest[:2]}/{digest}"
+
+
+def _digest(chunks: Iterable[bytes], draft: Path | None = None) -> tuple[Digest, int]:
+    """sha256 and size of what is read, written to `draft` on the way."""
+    hashed, size = hashlib.sha256(), 0
+    if draft is None:
+        for chunk in chunks:
+            hashed.update(chunk)
+            size += len(chunk)
+    else:
+        with draft.open("wb") as file:
+            for chunk in chunks:
+                hashed.update(chunk)
+                size += len(chunk)
+                file.write(chunk)
+    return Digest(hashed.hexdigest()), size
+
+
+def _measure(archive: Path) -> tuple[Digest, int]:
+    try:
+        with archive.open("rb") as file:
+            return _digest(iter(lambda: file.read(CHUNK), b""))
+    except OSError as error:
+        raise StoreError(f"cannot read archive {archive}: {error.strerror}", path=str(archive)) from error
