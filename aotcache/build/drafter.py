@@ -1,0 +1,150 @@
+"""The drafter of a spec, built and run for capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from aotcache.buckets import Buckets
+from aotcache.errors import AotcacheError, CaptureError, CertificateFailed
+from aotcache.graph.capture import find_regions, materialise, recording
+from aotcache.graph.redirect import redirect_flex
+from aotcache.graph.region import Call
+from aotcache.runtime.dense import dense_attention
+from aotcache.spec import Spec
+from aotcache.types import CacheKey, Mode
+
+_LOSS_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+"""How far the loss of a padded batch may be from that of the same batch unpadded, relative."""
+
+
+class Drafter:
+    """A drafter built by its spec's factory, on this host's device."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.device = torch.device(spec.device())
+        model = self._call("factory", spec.build_model)
+        if not isinstance(model, torch.nn.Module):
+            raise CaptureError(
+                f"{spec.path}: factory returned a {type(model).__qualname__}, expected a torch.nn.Module"
+            )
+        self.model = materialise(model, self.device)
+        self.regions = find_regions(self.model, spec.drafter.regions, spec.compile_options())
+
+    def capture(self, bucket: Mapping[str, int], mode: Mode) -> list[list[Call]]:
+        """The calls of every region in one bucket: of two full batches, and of a shorter one padded.
+
+        Returns:
+            One list of calls for each batch.
+
+        Raises:
+            CaptureError: the drafter fails, a region is never called, or two batches of
+                one bucket lead to different layouts.
+            CertificateFailed: padding a shorter batch changes the loss.
+        """
+        first = self._run(self._batch(bucket), mode)
+        second = self._run(self._batch(bucket), mode)
+        batches = [first, second]
+        self._require_same_layouts(bucket, first, second)
+        short = self._shorter(bucket)
+        if short is not None:
+            third = self._padded(bucket, short, mode)
+            self._require_same_layouts(bucket, first, third)
+            batches.append(third)
+        called = {call.region.name for call in first}
+        silent = [r.name for r in self.regions if r.name not in called]
+        if silent:
+            raise CaptureError(
+                f"{self.spec.path}: region {silent[0]!r} was never called in mode {mode}, bucket {dict(bucket)}; "
+                "leave it out of regions, or let batch() reach it",
+                regions=silent,
+            )
+        return batches
+
+    def _batch(self, bucket: Mapping[str, int]) -> tuple[Sequence[Any], dict[str, Any]]:
+        batch = self._call("batch", lambda: self.spec.make_batch(dict(bucket), self.device))
+        if not (isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], dict)):
+            raise CaptureError(f"{self.spec.path}: batch returned {type(batch).__name__}, expected (args, kwargs)")
+        return tuple(batch[0]), batch[1]
+
+    def _run(self, batch: tuple[Sequence[Any], dict[str, Any]], mode: Mode) -> list[Call]:
+        calls: list[Call] = []
+        with recording(self.regions, calls.append):
+            self._forward(batch, mode)
+        return calls
+
+    def _forward(self, batch: tuple[Sequence[Any], dict[str, Any]], mode: Mode) -> Any:
+        args, kwargs = batch
+        self.model.train(mode == "train")
+        with torch.set_grad_enabled(mode == "train"), redirect_flex(dense_attention), self.spec.context():
+            return self._call("drafter", lambda: self.model(*args, **kwargs))
+
+    def _call(self, what: str, function: Any) -> Any:
+        try:
+            return function()
+        except AotcacheError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{self.spec.path}: the {what} failed: {type(error).__name__}: {error}", what=what
+            ) from error
+
+    def _require_same_layouts(self, bucket: Mapping[str, int], first: list[Call], other: list[Call]) -> None:
+        known: dict[CacheKey, Call] = {call.parts.key: call for call in first}
+        for call in other:
+            if call.parts.key in known:
+                continue
+            alike = [c for c in first if c.region.name == call.region.name and c.mode == call.mode]
+            differences = [str(d) for d in alike[0].parts.diff(call.parts)] if alike else ["no such call before"]
+            raise CaptureError(
+                f"{self.spec.path}: two batches of bucket {dict(bucket)} call region {call.region.name!r} in "
+                f"different ways: {'; '.join(differences[:3])}. Every such value would be a miss in training: "
+                "make it a tensor, derive it from the bucket, or name its axis in [axes]",
+                region=call.region.name,
+                differences=differences,
+            )
+
+    def _shorter(self, bucket: Mapping[str, int]) -> dict[str, int] | None:
+        if not self.spec.axes:
+            return None
+        padded = {axis for axes in self.spec.axes.values() for axis in axes.dims.values()}
+        return {d: size - max(1, size // 4) if d in padded and size > 1 else size for d, size in bucket.items()}
+
+    def _padded(self, bucket: Mapping[str, int], short: dict[str, int], mode: Mode) -> list[Call]:
+        args, kwargs = self._batch(short)
+        plain = self._forward((args, kwargs), mode)
+        buckets = Buckets.from_spec(self.spec)
+        padded = buckets.pad(kwargs, bucket=dict(bucket))
+        calls: list[Call] = []
+        with recording(self.regions, calls.append):
+            result = self._forward((args, padded.batch), mode)
+        for i, (want, got) in enumerate(zip(_scalars(plain), _scalars(result), strict=True)):
+            bound = _LOSS_TOLERANCE.get(want.dtype, 1e-4) * max(1.0, abs(float(want)))
+            if not abs(float(want) - float(got)) <= bound:
+                raise CertificateFailed(
+                    f"{self.spec.path}: padding a batch of {short} to {dict(bucket)} changes scalar result {i} "
+                    f"from {float(want):.6g} to {float(got):.6g}; padded positions must not count: mask them in "
+                    "the loss, and name every input that has the axis in [axes]",
+                    short=short,
+                )
+        return calls
+
+
+def _scalars(value: Any) -> list[torch.Tensor]:
+    """Every floating-point scalar in a drafter's result: its losses."""
+    return list(_walk(value))
+
+
+def _walk(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 and value.is_floating_point():
+            yield value.detach()
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _walk(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _walk(item)
