@@ -25,7 +25,7 @@ def _cuda_driver_number() -> int:
     """CUDA version of the driver as `1000 * major + 10 * minor`; 0 without a driver."""
     import torch
 
-    return int(torch._C._cuda_getDriverVersion())
+    return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]  # not in CPU builds
 
 
 def _operator_schemas(name: str) -> list[Any]:

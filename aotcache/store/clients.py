@@ -176,8 +176,8 @@ class ObstoreClient:
         first = _obstore_process()
         if os.getpid() != first:
             raise StoreError(
-                f"store {self._url} cannot be used in process {os.getpid()}, which was forked from process {first} "
-                "after that had used a bucket; start it with the spawn or forkserver method instead",
+                f"store {self._url} cannot be used in process {os.getpid()}, which was forked from process "
+                f"{first} after that had used a bucket; start it with the spawn or forkserver method instead",
                 url=self._url,
             )
         try:
