@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,18 @@ _LOSS_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-
 class Drafter:
     """A drafter built by its spec's factory, on this host's device."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, device: str) -> None:
         self.spec = spec
-        self.device = torch.device(spec.device())
-        model = self._call("factory", spec.build_model)
+        self.device = torch.device(device)
+        self._make_batch = spec.resolve_batch()
+        self.context = spec.resolve_context()
+        factory = spec.resolve_factory()
+        model = self._call("factory", lambda: factory(**spec.drafter.kwargs))
         if not isinstance(model, torch.nn.Module):
             raise CaptureError(
                 f"{spec.path}: factory returned a {type(model).__qualname__}, expected a torch.nn.Module"
             )
-        self.model = materialise(model, self.device)
+        self.model = materialise(model, self.device).to(getattr(torch, spec.drafter.dtype))
         self.regions = find_regions(self.model, spec.drafter.regions, spec.compile_options())
 
     def capture(self, bucket: Mapping[str, int], mode: Mode) -> list[list[Call]]:
@@ -65,7 +68,7 @@ class Drafter:
         return batches
 
     def _batch(self, bucket: Mapping[str, int]) -> tuple[Sequence[Any], dict[str, Any]]:
-        batch = self._call("batch", lambda: self.spec.make_batch(dict(bucket), self.device))
+        batch = self._call("batch", lambda: self._make_batch(dict(bucket), self.device))
         if not (isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], dict)):
             raise CaptureError(f"{self.spec.path}: batch returned {type(batch).__name__}, expected (args, kwargs)")
         return tuple(batch[0]), batch[1]
@@ -79,10 +82,10 @@ class Drafter:
     def _forward(self, batch: tuple[Sequence[Any], dict[str, Any]], mode: Mode) -> Any:
         args, kwargs = batch
         self.model.train(mode == "train")
-        with torch.set_grad_enabled(mode == "train"), redirect_flex(dense_attention), self.spec.context():
+        with torch.set_grad_enabled(mode == "train"), redirect_flex(dense_attention), self.context():
             return self._call("drafter", lambda: self.model(*args, **kwargs))
 
-    def _call(self, what: str, function: Any) -> Any:
+    def _call(self, what: str, function: Callable[[], Any]) -> Any:
         try:
             return function()
         except AotcacheError:
@@ -108,16 +111,20 @@ class Drafter:
             )
 
     def _shorter(self, bucket: Mapping[str, int]) -> dict[str, int] | None:
-        if not self.spec.axes:
-            return None
-        padded = {axis for axes in self.spec.axes.values() for axis in axes.dims.values()}
-        return {d: size - max(1, size // 4) if d in padded and size > 1 else size for d, size in bucket.items()}
+        """Sizes of a batch that has to be padded to fill `bucket`, or None where none exists."""
+        padded = {dim for rule in self.spec.axes for _, dim in rule.axes}
+        short = dict(bucket)
+        for dim in padded:
+            ladder = self.spec.buckets[dim]
+            below = max((rung for rung in ladder if rung < bucket[dim]), default=0)
+            short[dim] = max(below + 1, bucket[dim] - max(1, bucket[dim] // 4))
+        return short if short != dict(bucket) else None
 
     def _padded(self, bucket: Mapping[str, int], short: dict[str, int], mode: Mode) -> list[Call]:
         args, kwargs = self._batch(short)
         plain = self._forward((args, kwargs), mode)
         buckets = Buckets.from_spec(self.spec)
-        padded = buckets.pad(kwargs, bucket=dict(bucket))
+        padded = buckets.pad(kwargs, sizes=short)
         calls: list[Call] = []
         with recording(self.regions, calls.append):
             result = self._forward((args, padded.batch), mode)

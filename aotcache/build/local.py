@@ -11,17 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from aotcache import host
 from aotcache.build.plan import Cell, Plan, Row, make_plan
 from aotcache.compile.sandbox import Sandbox
-from aotcache.config import Settings, settings
+from aotcache.config import Settings
 from aotcache.errors import AotcacheError, ConfigError, StoreError
 from aotcache.key import KeyParts
-from aotcache.lockfile import Lock, LockedCell, lock_path, write_lock
+from aotcache.lockfile import Lock, LockedCell, lock_path, read_lock, write_lock
 from aotcache.manifest import Manifest
 from aotcache.spec import Spec, load_spec
 from aotcache.store import open_store
@@ -270,11 +270,13 @@ class _Session:
         cells = [
             LockedCell(
                 region=row.cell.region, mode=row.cell.mode, bucket=dict(row.cell.bucket),
-                target=str(row.cell.target), key=row.cell.key, digest=_present(row.digest),
+                target=str(row.cell.target), toolchain=str(self.toolchain), key=row.cell.key,
+                digest=_present(row.digest),
             )
             for row in rows
         ]
-        write_lock(path, Lock(tuple(cells)))
+        kept = read_lock(path) if path.exists() else Lock(self.spec.drafter.name, [])
+        write_lock(path, kept.merged(cells))
         return path
 
 
@@ -350,17 +352,15 @@ def _session(
     targets: Sequence[str] | None,
     progress: Progress | None,
 ) -> Iterator[_Session]:
-    config = settings()
+    config = Settings()
     loaded = spec if isinstance(spec, Spec) else load_spec(spec)
     opened = open_store(store) if isinstance(store, str) or store is None else store
-    wanted = [_target(text) for text in (targets or loaded.targets.archs)]
+    if targets is not None:
+        loaded = replace(loaded, archs=tuple(targets))
+    wanted = list(loaded.targets(host.host_target))
     make_dirs(config.home, 0o700)
     staging = Path(tempfile.mkdtemp(prefix="warm-", dir=config.home))
     try:
         yield _Session(loaded, opened, wanted, config, staging, progress)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _target(text: str) -> Target:
-    return host.host_target() if text == "native" else Target.parse(text)

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,14 @@ class Worker:
         self.receive = receive
         self.toolchain = host.host_toolchain()
         self._calls: dict[CacheKey, list[Call]] = {}
-        self._context: Callable[[], AbstractContextManager[Any]] = self.spec.context
+        self._context = self.spec.resolve_context()
         self._buckets: dict[CacheKey, dict[str, int]] = {}
 
     def capture(self) -> dict[str, Any]:
         """Run the drafter in every bucket and mode; answer with the cells."""
-        drafter = Drafter(self.spec)
+        drafter = Drafter(self.spec, "cpu")
         cells: dict[tuple[str, str], dict[str, Any]] = {}
-        for bucket in self.spec.ladder():
+        for bucket in self.spec.cells():
             for mode in self.spec.drafter.modes:
                 self.send({"event": "stage", "stage": "capture", "bucket": bucket, "mode": mode})
                 for batch in drafter.capture(bucket, mode):
@@ -122,7 +122,7 @@ class Worker:
         flat = FlatCall(call)
         with self._stage("export", key, seconds):
             examples = example_tensors(call)
-            with self._ambient(call), torch.set_grad_enabled(call.mode == "train"):
+            with self._context(), torch.set_grad_enabled(call.mode == "train"):
                 program = pipeline.export(flat, examples, call.names, region=call.region.name,
                                           train=call.mode == "train")
         with self._stage("pair", key, seconds):
@@ -166,11 +166,6 @@ class Worker:
             certificate = certify(executable, calls[:_BATCHES], self._context)
         manifest = replace(manifest, certificate=certificate, provenance=_provenance(seconds))
         return {"event": "done", "manifest": manifest.to_json().decode(), "archive": str(archive)}
-
-    @contextmanager
-    def _ambient(self, call: Call) -> Iterator[None]:
-        with self._context():
-            yield
 
     @contextmanager
     def _stage(self, stage: str, key: CacheKey, seconds: dict[str, float]) -> Iterator[None]:

@@ -22,7 +22,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -85,12 +85,16 @@ class Walker:
         what: The region's name, for errors.
         modules: The region's own modules by id, with their names in it.
         names: Attribute names known to be read; grows while walking.
+        texts: Texts found as values so far; they select entries of registries; grows too.
     """
 
-    def __init__(self, what: str, modules: dict[int, str], names: set[str]) -> None:
+    def __init__(
+        self, what: str, modules: dict[int, str], names: Iterable[str] = (), texts: Iterable[str] = ()
+    ) -> None:
         self.what = what
         self.modules = modules
-        self.names = names
+        self.names = set(names)
+        self.texts = set(texts)
         self.items: Items = []
         self.checks = Checks()
         self.files: dict[str, str] = {}
@@ -115,6 +119,8 @@ class Walker:
         text = plain(value)
         if text is not None:
             self.add(path, text)
+            if type(value) is str:
+                self.texts.add(value)
             return
         if isinstance(value, torch.Tensor):
             raise self.fail(
@@ -328,6 +334,15 @@ class Walker:
         self.visit(f"{path}.__class__", cls, deep=deep)
         self.add(path, f"object:{cls.__module__}.{cls.__qualname__}")
         self.attributes(path, value, deep=deep and origin(cls) == "user")
+        if isinstance(value, Mapping):
+            self._registry(path, value)
+
+    def _registry(self, path: str, value: Mapping[Any, Any]) -> None:
+        """Entries of a table of functions that a text in the code or in a configuration selects."""
+        for key in sorted(k for k in value if type(k) is str and (k in self.texts or k in self.names)):
+            entry = value[key]
+            self.checks.item(value, key, entry)
+            self.visit(f"{path}[{key!r}]", entry)
 
     def attributes(self, path: str, value: Any, *, deep: bool, skip: frozenset[str] = frozenset(),
                    every: bool = False) -> None:

@@ -169,7 +169,7 @@ class Region:
                 names.append(holder.qualname)
             holder_slots.append(slot)
             structure.append((holder.qualname, f"{holder.kind} slot {slot}"))
-        walker = Walker(self.name, {}, set(static.names))
+        walker = Walker(self.name, {}, static.names)
         flattener = Flattener(self.name, walker, slots)
         arguments = self._arguments(flattener, args, kwargs)
         tensors += flattener.tensors
@@ -275,15 +275,16 @@ def _swapped(call: Call, tensors: Sequence[Any]) -> Iterator[None]:
 def fingerprint_module(name: str, module: nn.Module, forward: Callable[..., Any]) -> Static:
     """Fingerprint a region: the code its calls would run, its structure and its plain attributes."""
     modules = {id(m): n for n, m in module.named_modules()}
-    names: set[str] = set()
+    walker = Walker(name, modules)
     while True:
-        walker = Walker(name, modules, set(names))
+        # What is read decides what counts, and what counts may read more: until nothing is new.
+        known = (walker.names, walker.texts)
+        walker = Walker(name, modules, *known)
         structure, holders = _walk(walker, name, module, forward)
-        if walker.names == names:
+        if (walker.names, walker.texts) == known:
             break
-        names = walker.names
     code = Component("code", (*walker.items, *_files(walker)))
-    return Static(code, tuple(structure), tuple(holders), frozenset(names), walker.checks.compile())
+    return Static(code, tuple(structure), tuple(holders), frozenset(walker.names), walker.checks.compile())
 
 
 def _files(walker: Walker) -> list[tuple[str, str]]:

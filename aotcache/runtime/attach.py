@@ -202,7 +202,10 @@ class Handle:
     def _wanted(self) -> list[Manifest]:
         accepted: dict[str, list[Manifest]] = {}
         codes = {m.__dict__[ATTACHED].region.static().code.digest for m in self._attached}
-        for manifest in self.resolver.store.list():
+        for entry in self.resolver.store.entries():
+            manifest = entry.manifest
+            if manifest is None:
+                continue
             code = next(c.digest for c in manifest.parts.components if c.name == "code")
             if code in codes if self._locked is None else manifest.digest in self._locked:
                 accepted.setdefault(manifest.key, []).append(manifest)
@@ -216,7 +219,7 @@ class Handle:
                     digests=missing,
                 )
         best = (compat.best(group, self.resolver.facts) for group in accepted.values())
-        return [m for m in best if not isinstance(m, compat.Rejected)]
+        return [answer.manifest for answer in best if isinstance(answer, compat.Accepted)]
 
     def refresh(self) -> None:
         """Look at the store again for what was missing so far."""
@@ -279,7 +282,6 @@ def attach(
         raise ConfigError(f"on_miss is {on_miss!r}, expected 'raise' or 'eager'")
     if forbid_tracing not in ("process", "thread", None):
         raise ConfigError(f"forbid_tracing is {forbid_tracing!r}, expected 'process', 'thread' or None")
-    settings = Settings()
     spec = spec if isinstance(spec, Spec) else load_spec(spec)
     options = spec.compile_options()
     regions = find_regions(model, spec.drafter.regions, options)
@@ -288,7 +290,7 @@ def attach(
     counters = Stats()
     resolver = Resolver(
         opened,
-        settings.home,
+        Settings().home,
         host.host_facts(),
         frozenset(locked) if lock is not None and locked is not None else None,
         counters,
@@ -304,7 +306,7 @@ def _locked(spec: Spec, lock: str | Path | None) -> dict[Digest, str] | None:
     path = Path(lock) if lock is not None else lock_path(spec.path)
     if lock is None and not path.exists():
         return None
-    return {cell.digest: f"{cell.region} {cell.mode} {cell.bucket}" for cell in read_lock(path).cells}
+    return {cell.digest: str(cell) for cell in read_lock(path).cells}
 
 
 __all__ = ["Attachment", "Handle", "attach"]

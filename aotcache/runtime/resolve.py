@@ -113,8 +113,8 @@ class Resolver:
             manifests = locked
         chosen = compat.best(manifests, self.facts)
         if isinstance(chosen, compat.Rejected):
-            return Miss("; ".join(chosen.reasons))
-        return self.open(chosen)
+            return Miss(str(chosen))
+        return self.open(chosen.manifest)
 
     def open(self, manifest: Manifest) -> Resolved:
         """Open one artifact, or find it open."""
@@ -150,7 +150,8 @@ def nearest(parts: KeyParts, manifests: Iterable[Manifest]) -> tuple[Manifest, l
 def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
     """The text of a miss: key, reason, nearest entry and what differs, and the way out."""
     lines = [f"no artifact for region {call.region.name!r} ({call.mode}), key {call.parts.key}: {reason}"]
-    found = nearest(call.parts, (m for m in store.list() if m.mode == call.mode))
+    stored = (entry.manifest for entry in store.entries())
+    found = nearest(call.parts, (m for m in stored if m is not None and m.mode == call.mode))
     if found is None:
         lines.append("the store holds no entry in this mode")
     else:
