@@ -66,6 +66,11 @@ class Settings(BaseSettings):
         return self.home / "locks"
 
 
+def settings() -> Settings:
+    """The settings of this moment. Raises ConfigError."""
+    return Settings()
+
+
 def _complaints(error: ValidationError) -> Iterator[str]:
     for entry in error.errors():
         name = PREFIX + ".".join(str(part) for part in entry["loc"]).upper()

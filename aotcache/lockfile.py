@@ -81,13 +81,18 @@ class Lock:
         return frozenset(cell.digest for cell in self.cells)
 
     def merged(self, newer: Iterable[LockedCell]) -> Lock:
-        """With the cells in `newer` replaced by what they hold now, and all others kept.
+        """`newer` instead of all cells for its targets and toolchains, and the others kept.
 
-        So a lock file can be filled machine by machine, each with its own targets.
+        So a lock file can be filled machine by machine, and cells that the spec no
+        longer has go away.
+
+        Args:
+            newer: Every cell of the spec for at least one target.
         """
         newer = list(newer)
-        places = {cell.place for cell in newer}
-        return Lock(self.drafter, [cell for cell in self.cells if cell.place not in places] + newer)
+        replaced = {(cell.target, cell.toolchain) for cell in newer}
+        kept = [cell for cell in self.cells if (cell.target, cell.toolchain) not in replaced]
+        return Lock(self.drafter, kept + newer)
 
     def to_json(self) -> str:
         """The file's text."""
