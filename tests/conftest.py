@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _home_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _home_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Points AOTCACHE_HOME, also of child processes, away from the user's own cache."""
     home = tmp_path_factory.mktemp("aotcache-home")
     patch = pytest.MonkeyPatch()
     patch.setenv("AOTCACHE_HOME", str(home))
-    # A session's compiles must not be answered by what an earlier session left behind.
-    patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-    for name in ("AOTCACHE_STORE",):
-        patch.delenv(name, raising=False)
-    return home
+    patch.delenv("AOTCACHE_STORE", raising=False)
+    yield home
+    patch.undo()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -1,0 +1,90 @@
+"""The application: its commands, and what an error becomes.
+
+Exit codes: 0 done; 1 the thing asked for failed, or is not covered; 2 wrong usage,
+which includes a spec or a setting that cannot be understood. A caller of
+`warm --check` can so tell "not warm" from "the question was wrong".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from aotcache.cli import bundled, doctor, entries, transfer, warming
+from aotcache.cli.output import emit_json, err
+from aotcache.errors import AotcacheError, ConfigError, SpecError
+
+FAILED = 1
+USAGE = 2
+_JSON = "aotcache.json"
+
+
+class _Commands(TyperGroup):
+    """Turns aotcache's own errors into one message and an exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AotcacheError as error:
+            report(error, as_json=ctx.meta[_JSON])
+            code = USAGE if isinstance(error, ConfigError | SpecError) else FAILED
+            raise typer.Exit(code) from error
+        except BrokenPipeError:
+            # The reader of a pipe left (`aotcache ls | head`): nothing is wrong, and
+            # Python must not try to flush into it again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILED) from None
+
+
+def report(error: AotcacheError, *, as_json: bool) -> None:
+    """Print an error: as a JSON document to stdout, or as text to stderr."""
+    if as_json:
+        emit_json({"error": {"type": type(error).__name__, "message": str(error), "details": error.details}})
+        return
+    console = err()
+    console.print(f"[bold red]{type(error).__name__}[/]:", end=" ")
+    console.print(str(error), markup=False)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"aotcache {version('aotcache')}\n")
+        raise typer.Exit
+
+
+def _root(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Compile drafter regions before training; train on threads that never trace."""
+
+
+app = typer.Typer(
+    name="aotcache",
+    cls=_Commands,
+    callback=_root,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("warm")(warming.warm)
+app.command("ls")(entries.ls)
+app.command("show")(entries.show)
+app.command("why")(entries.why)
+app.command("fetch")(transfer.fetch)
+app.command("verify")(transfer.verify)
+app.command("doctor")(doctor.doctor)
+app.command("demo")(bundled.demo)

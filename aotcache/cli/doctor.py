@@ -1,0 +1,169 @@
+"""What this host can and cannot do: `doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from aotcache.cli.entries import SHORT, judge
+from aotcache.cli.output import JsonFlag, StoreOption, emit_json, human_bytes, print_lines, print_table
+from aotcache.config import settings
+from aotcache.errors import AotcacheError
+from aotcache.store import open_store
+
+if TYPE_CHECKING:
+    from aotcache.compat import HostFacts
+
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        what: What was looked at.
+        state: `ok`; `note` for what only matters to some uses; `fail` for what must be mended.
+        detail: What was found, and for `fail` what to do.
+    """
+
+    what: str
+    state: Literal["ok", "note", "fail"]
+    detail: str
+
+
+def doctor(store: StoreOption = None, as_json: JsonFlag = False) -> None:
+    """Report on this host: torch, target, compiler, home, and every stored artifact's verdict.
+
+    Exit code 1 if something must be mended before artifacts can be loaded here.
+    """
+    findings = [*_python(), *_torch(), *_compiler(), *_home()]
+    verdicts: list[dict[str, Any]] = []
+    try:
+        opened = open_store(store)
+        facts = _facts()
+        verdicts = judge(opened.entries(), facts) if facts is not None else []
+        usage = opened.usage()
+        findings.append(
+            Finding("store", "ok", f"{opened.url}: {usage.refs} entries, {human_bytes(usage.bytes)}")
+        )
+    except AotcacheError as error:
+        findings.append(Finding("store", "fail", str(error)))
+    findings += _summary(verdicts)
+    ok = all(f.state != "fail" for f in findings)
+    if as_json:
+        emit_json({"ok": ok, "findings": [asdict(f) for f in findings], "artifacts": verdicts})
+    else:
+        print_table(("", "what", "found"), ((f.state, f.what, f.detail) for f in findings))
+        print_lines(f"{v['key'][:SHORT]}  {v['variant']}: {r}" for v in verdicts for r in v["reasons"])
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        yield Finding("torch", "fail", f"cannot be imported: {error}; pip install 'torch>=2.11,<2.15'")
+        return
+    from aotcache.host import host_facts, host_target, host_toolchain
+
+    try:
+        yield Finding("torch", "ok", str(host_toolchain()))
+    except AotcacheError as error:
+        yield Finding("torch", "fail", str(error))
+        return
+    facts = host_facts()
+    yield Finding("target", "ok", str(host_target("cpu")))
+    for arch in facts.cuda_archs:
+        yield Finding("target", "ok", f"cuda:{arch}, driver for CUDA {facts.driver}")
+    yield Finding("libraries", "ok", f"glibc {facts.glibc}, GLIBCXX {facts.libstdcxx}")
+
+
+def _facts() -> HostFacts | None:
+    try:
+        from aotcache.host import host_facts
+
+        return host_facts()
+    except (ImportError, AotcacheError):
+        return None  # reported by _torch
+
+
+def _compiler() -> Iterator[Finding]:
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path is None:
+            continue
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode == 0:
+            yield Finding("compiler", "ok", f"{path}: {done.stdout.partition(chr(10))[0]}")
+            return
+    yield Finding(
+        "compiler",
+        "note",
+        "no C++ compiler: artifacts load, `aotcache warm` cannot build; apt-get install g++",
+    )
+
+
+def _home() -> Iterator[Finding]:
+    try:
+        home = settings().home
+    except AotcacheError as error:
+        yield Finding("home", "fail", str(error))
+        return
+    nearest = home if home.exists() else next(p for p in home.parents if p.exists())
+    try:
+        # Tried, not read from the mode: root, access lists and read-only mounts all differ from it.
+        with tempfile.NamedTemporaryFile(dir=nearest, prefix=".aotcache-doctor-"):
+            pass
+    except OSError as error:
+        yield Finding("home", "fail", f"{home}: cannot write there ({error.strerror}); set AOTCACHE_HOME")
+        return
+    if os.statvfs(nearest).f_flag & os.ST_NOEXEC:
+        yield Finding(
+            "home",
+            "fail",
+            f"{home}: on a file system mounted noexec, libraries cannot be opened there; set AOTCACHE_HOME",
+        )
+        return
+    free = human_bytes(shutil.disk_usage(nearest).free)
+    yield Finding("home", "ok", f"{home}{'' if home.exists() else ' (not made yet)'}, {free} free")
+    kind = _file_system(nearest)
+    if kind in ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse.sshfs"):
+        yield Finding(
+            "home", "note", f"{home} is on {kind}: locks need a local disk; set AOTCACHE_HOME to one"
+        )
+
+
+def _file_system(path: Path) -> str | None:
+    """Type of the file system that holds `path` (Linux), or None."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return None
+    real = path.resolve()
+    holding = [m for m in mounts if len(m) > 2 and real.is_relative_to(m[1].replace(r"\040", " "))]
+    return max(holding, key=lambda m: len(m[1]))[2] if holding else None
+
+
+def _summary(verdicts: list[dict[str, Any]]) -> Iterator[Finding]:
+    if not verdicts:
+        return
+    count = Counter(v["accepted"] for v in verdicts)
+    state: Literal["ok", "note"] = "note" if count[False] else "ok"
+    yield Finding("artifacts", state, f"{count[True]} accepted here, {count[False]} rejected")

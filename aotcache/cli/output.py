@@ -1,0 +1,166 @@
+"""How commands speak: a result for people or as JSON, and progress on stderr.
+
+Results go to stdout, everything else to stderr, so `--json` can be piped while
+progress is still seen. On a terminal progress is a live bar; elsewhere it is one
+plain line per event, which is what a log wants.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store", metavar="URL", help="A store: a path, file:///..., s3://...  [default: AOTCACHE_STORE]"
+    ),
+]
+
+_WIDE = 10_000
+"""Columns assumed where no terminal says how many it has: nothing is cut or folded there."""
+
+
+def emit_json(data: Any) -> None:
+    """Print one JSON document to stdout."""
+    sys.stdout.write(json.dumps(data, indent=2, sort_keys=True, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def out() -> Console:
+    """A console on stdout."""
+    return _console(stderr=False)
+
+
+def err() -> Console:
+    """A console on stderr."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=None if stream.isatty() else _WIDE)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines to stdout, as they are."""
+    console = out()
+    for line in lines:
+        console.print(Text(line))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table to stdout: aligned columns, no frame, one line per row off a terminal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=not sys.stdout.isatty())
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    out().print(table)
+
+
+def human_bytes(size: int | None) -> str:
+    """`1234567` as `1.2 MB`; decimal units."""
+    if size is None:
+        return "-"
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def human_bucket(bucket: dict[str, int]) -> str:
+    """`{"seq": 1024}` as `seq=1024`."""
+    return " ".join(f"{name}={size}" for name, size in sorted(bucket.items())) or "-"
+
+
+def human_region(name: str) -> str:
+    """A region's name; the empty one is the whole drafter."""
+    return name or "(whole drafter)"
+
+
+def human_time(moment: float) -> str:
+    """Seconds since the epoch as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+class Progress:
+    """Progress of one long command on stderr: a bar on a terminal, plain lines elsewhere.
+
+    Use it as a context manager. One thread at a time.
+
+    Args:
+        what: What is being done, e.g. `warm`.
+        total: How many steps there are, if known.
+    """
+
+    def __init__(self, what: str, total: int | None = None) -> None:
+        self._what = what
+        self._total = total
+        self._done = 0
+        self._started = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("[bold]{task.fields[what]}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+                console=err(),
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total, what=self._what)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def expect(self, total: int) -> None:
+        """Say how many steps there are."""
+        self._total = total
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+
+    def say(self, text: str) -> None:
+        """What is being done now, or news: replaces the bar's text, or is a line of its own."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=text.replace("[", r"\["))
+        else:
+            self._line(text)
+
+    def step(self, text: str) -> None:
+        """One more step is done; `text` names it and stays on the screen."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.console.print(Text(text))
+            self._bar.update(self._task, advance=1, description="")
+        else:
+            count = f"{self._done}/{self._total}" if self._total is not None else str(self._done)
+            self._line(f"[{count}] {text}")
+
+    def _line(self, text: str) -> None:
+        sys.stderr.write(f"{self._what} {time.monotonic() - self._started:7.1f}s  {text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,212 @@
+"""Moving artifacts and checking their bytes: `fetch` and `verify`. Neither opens one."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from aotcache.cli.entries import SHORT, find
+from aotcache.cli.output import (
+    JsonFlag,
+    Progress,
+    StoreOption,
+    emit_json,
+    human_bytes,
+    human_region,
+    print_lines,
+)
+from aotcache.errors import ConfigError, NotStored, StoreError
+from aotcache.manifest import Manifest
+from aotcache.store import Entry, Store, open_store
+
+KeysArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY]...", help="Keys or digests, or unique beginnings of them."),
+]
+
+_CHUNK = 1 << 20
+"""Bytes read at once."""
+
+
+def fetch(
+    keys: KeysArgument = None,
+    lock: Annotated[Path | None, typer.Option(help="Everything that this lock file names.")] = None,
+    store: StoreOption = None,
+    to: Annotated[str | None, typer.Option(metavar="URL", help="Publish into this store.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write each archive to this folder as <digest>.pt2.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Copy artifacts out of a store: into another store, or into a folder."""
+    if (to is None) == (out is None):
+        raise ConfigError("fetch needs one place to copy to: --to STORE or --out FOLDER")
+    if bool(keys) == (lock is not None):
+        raise ConfigError("fetch needs what to copy: one or more KEYs, or --lock FILE")
+    source = open_store(store)
+    target = None if to is None else open_store(to)
+    if target is not None and target.url == source.url:
+        raise ConfigError(
+            f"fetch would copy {source.url} onto itself; name the other store with --store or --to"
+        )
+    manifests = _locked(source, lock) if lock is not None else _named(source, keys or [])
+    results: list[dict[str, Any]] = []
+    with Progress("fetch", len(manifests)) as progress:
+        for manifest in manifests:
+            name = f"{manifest.digest[:SHORT]} {human_region(manifest.region)} {manifest.mode}"
+            progress.say(f"{name} {human_bytes(manifest.size)}")
+            stored = _copy(source, manifest, target, out)
+            progress.step(f"{name} {'copied' if stored else 'was there already'}")
+            results.append(
+                {
+                    "key": manifest.key,
+                    "variant": str(manifest.variant),
+                    "digest": manifest.digest,
+                    "size": manifest.size,
+                    "copied": stored,
+                }
+            )
+    where = target.url if target is not None else str(out)
+    if as_json:
+        emit_json({"from": source.url, "to": where, "artifacts": results})
+    else:
+        copied = [r for r in results if r["copied"]]
+        total = human_bytes(sum(r["size"] for r in copied))
+        print_lines([f"{len(copied)} of {len(results)} artifacts copied to {where}, {total}"])
+
+
+def _named(source: Store, keys: list[str]) -> list[Manifest]:
+    found: dict[tuple[str, str], Manifest] = {}
+    for key in keys:
+        for entry in find(source, key):
+            if entry.manifest is None or entry.problem is not None:
+                raise NotStored(
+                    f"{source.url}: {entry.key}/{entry.variant} cannot be copied: {entry.problem}; warm it",
+                    key=entry.key,
+                )
+            found[entry.key, entry.variant] = entry.manifest
+    return list(found.values())
+
+
+def _locked(source: Store, lock: Path) -> list[Manifest]:
+    from aotcache.lockfile import read_lock
+
+    cells = {cell.digest: cell for cell in read_lock(lock).cells}
+    found: dict[str, list[Manifest]] = {}
+    for entry in source.entries():
+        if entry.manifest is not None and entry.problem is None and entry.manifest.digest in cells:
+            found.setdefault(entry.manifest.digest, []).append(entry.manifest)
+    missing = sorted(set(cells) - set(found))
+    if missing:
+        first = cells[missing[0]]
+        raise NotStored(
+            f"{source.url} lacks {len(missing)} of the {len(cells)} artifacts that {lock} names, first "
+            f"{missing[0]} (region {first.region!r}, {first.mode})",
+            digests=missing,
+        )
+    return [manifest for digest in sorted(found) for manifest in found[digest]]
+
+
+def _copy(source: Store, manifest: Manifest, target: Store | None, folder: Path | None) -> bool:
+    if folder is not None:
+        path = folder / f"{manifest.digest}.pt2"
+        if path.exists() and _sha256(path) == manifest.digest:
+            return False
+        source.fetch(manifest.digest, path)
+        return True
+    assert target is not None
+    with tempfile.TemporaryDirectory(prefix="aotcache-fetch-") as scratch:
+        archive = Path(scratch, "archive.pt2")
+        source.fetch(manifest.digest, archive)
+        return target.publish(manifest, archive)
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFlag = False) -> None:
+    """Check stored artifacts: manifest, key, the archive's bytes and every member of it.
+
+    Checks all of the store without KEYs. Nothing is opened, so a bad artifact does no
+    harm here. Exit code 1 if anything is wrong.
+    """
+    opened = open_store(store)
+    if keys:
+        entries = list({(e.key, e.variant): e for key in keys for e in find(opened, key)}.values())
+    else:
+        entries = list(opened.entries())
+    results: list[dict[str, Any]] = []
+    with (
+        Progress("verify", len(entries)) as progress,
+        tempfile.TemporaryDirectory(prefix="aotcache-verify-") as scratch,
+    ):
+        for entry in entries:
+            name = f"{entry.key[:SHORT]} {entry.variant}"
+            progress.say(name)
+            problems = _problems(opened, entry, Path(scratch))
+            progress.step(f"{name} {'; '.join(problems) or 'good'}")
+            digest = entry.manifest.digest if entry.manifest is not None else None
+            results.append(
+                {"key": entry.key, "variant": entry.variant, "digest": digest, "problems": problems}
+            )
+    bad = [r for r in results if r["problems"]]
+    if as_json:
+        emit_json({"store": opened.url, "ok": not bad, "entries": results})
+    else:
+        lines = [f"{r['key']} {r['variant']}: {problem}" for r in bad for problem in r["problems"]]
+        print_lines([*lines, f"{len(results) - len(bad)} of {len(results)} entries in {opened.url} are good"])
+    if bad:
+        raise typer.Exit(1)
+
+
+def _problems(store: Store, entry: Entry, scratch: Path) -> list[str]:
+    if entry.manifest is None or entry.problem is not None:
+        return [str(entry.problem)]
+    try:
+        path = store.blob_path(entry.manifest.digest)
+        if path is None:
+            path = scratch / entry.manifest.digest
+            if not path.exists():
+                store.fetch(entry.manifest.digest, path)
+    except StoreError as error:
+        return [str(error)]
+    size = path.stat().st_size
+    if size != entry.manifest.size:
+        return [f"its archive has {size} bytes, the manifest says {entry.manifest.size}"]
+    return _member_problems(path, entry.manifest)
+
+
+def _member_problems(path: Path, manifest: Manifest) -> list[str]:
+    found: dict[str, str] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                if name in found:
+                    return [f"its archive has two members named {name}"]
+                hashed = hashlib.sha256()
+                with archive.open(name) as member:
+                    while chunk := member.read(_CHUNK):
+                        hashed.update(chunk)
+                found[name] = hashed.hexdigest()
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        return [f"its archive is not a readable zip file: {error}"]
+    problems = [f"member {name} is missing" for name in sorted(set(manifest.members) - set(found))]
+    problems += [
+        f"member {name} is not in the manifest" for name in sorted(set(found) - set(manifest.members))
+    ]
+    problems += [
+        f"member {name} has sha256 {found[name]}, the manifest says {expected}"
+        for name, expected in sorted(manifest.members.items())
+        if name in found and found[name] != expected
+    ]
+    return problems

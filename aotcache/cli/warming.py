@@ -1,0 +1,156 @@
+"""Building: `warm`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aotcache.cli.output import (
+    JsonFlag,
+    Progress,
+    StoreOption,
+    emit_json,
+    err,
+    human_bucket,
+    human_bytes,
+    human_region,
+    print_lines,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from aotcache.build import Cell, Plan, WarmReport
+    from aotcache.errors import AotcacheError
+
+_SHORT = 12
+
+
+class WarmProgress:
+    """Shows a warm on a `Progress`; implements `aotcache.build.Progress`."""
+
+    def __init__(self, display: Progress) -> None:
+        self._display = display
+
+    def planned(self, plan: Plan, builds: Sequence[Cell]) -> None:
+        """See `aotcache.build.Progress`."""
+        covered = sum(row.state == "covered" for row in plan)
+        self._display.expect(len(builds))
+        self._display.say(f"{len(plan.rows)} cells, {covered} covered, {len(builds)} builds to do")
+
+    def stage(self, cell: Cell | None, stage: str) -> None:
+        """See `aotcache.build.Progress`."""
+        self._display.say(stage if cell is None else f"{cell}: {stage}")
+
+    def finished(self, cell: Cell, seconds: float, error: AotcacheError | None) -> None:
+        """See `aotcache.build.Progress`."""
+        failed = "" if error is None else f"  FAILED: {type(error).__name__}"
+        self._display.step(f"{cell}  {seconds:.1f} s{failed}")
+
+
+def warm(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="The spec.  [default: aotcache.toml]")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only show every cell: covered or missing.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="As --plan, and exit 1 if a cell is missing.")
+    ] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Builder processes at once.")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Build also what is covered.")] = False,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TARGET", help="Build for these instead of the spec's, e.g. cpu:x86_64-avx2."),
+    ] = None,
+    store: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Build and publish what a spec asks for and the store does not have."""
+    from aotcache import build
+
+    with Progress("warm") as display:
+        progress = WarmProgress(display)
+        if plan or check:
+            made = build.plan(spec, store=store, targets=target, progress=progress)
+            report = None
+        else:
+            report = build.warm(spec, store=store, jobs=jobs, force=force, targets=target, progress=progress)
+            made = report.plan
+    if as_json:
+        cells = {"cells": [row.to_json() for row in made], "missing": len(made.missing)}
+        emit_json(cells | _report_json(report))
+    elif report is None:
+        _print_plan(made)
+    else:
+        _print_report(report)
+    if (report is not None and not report.ok) or (check and made.missing):
+        raise typer.Exit(1)
+
+
+def _report_json(report: WarmReport | None) -> dict[str, Any]:
+    if report is None:
+        return {}
+    return {
+        "ok": report.ok,
+        "seconds": report.seconds,
+        "lock": None if report.lock is None else str(report.lock),
+        "built": [
+            {
+                "region": b.cell.region,
+                "mode": b.cell.mode,
+                "bucket": dict(b.cell.bucket),
+                "target": str(b.cell.target),
+                "key": b.cell.key,
+                "seconds": b.seconds,
+                "digest": None if b.manifest is None else b.manifest.digest,
+                "reused": b.reused,
+                "error": None
+                if b.error is None
+                else {"type": type(b.error).__name__, "message": str(b.error)},
+            }
+            for b in report.built
+        ],
+    }
+
+
+def _print_plan(made: Plan) -> None:
+    rows = [
+        (
+            human_region(row.cell.region),
+            row.cell.mode,
+            human_bucket(dict(row.cell.bucket)),
+            str(row.cell.target),
+            row.state if not row.shared else f"{row.state} (same key)",
+            "-" if row.seconds is None or row.shared else f"{row.seconds:.0f} s",
+            row.cell.key[:_SHORT],
+            "-" if row.digest is None else row.digest[:_SHORT],
+        )
+        for row in made
+    ]
+    print_table(("region", "mode", "bucket", "target", "state", "expected", "key", "digest"), rows)
+    expected = [row.seconds for row in made if row.state == "missing" and not row.shared]
+    known = [seconds for seconds in expected if seconds is not None]
+    line = f"{len(rows)} cells, {len(expected)} builds missing"
+    if known:
+        line += f", about {sum(known):.0f} s of building" + (
+            "" if len(known) == len(expected) else f" for the {len(known)} whose like was built before"
+        )
+    print_lines([line])
+
+
+def _print_report(report: WarmReport) -> None:
+    console = err()
+    for built in report.failed:
+        console.print(f"[bold red]{type(built.error).__name__}[/]:", f"{built.cell}:", end=" ")
+        console.print(str(built.error), markup=False)
+    done = [b for b in report.built if b.manifest is not None]
+    size = sum({b.manifest.digest: b.manifest.size for b in done if b.manifest is not None}.values())
+    compiled = sum(not b.reused for b in done)
+    line = (
+        f"{len(report.plan.rows)} cells: {len(done)} built in {report.seconds:.1f} s "
+        f"({compiled} compiled, {len(done) - compiled} from identical graphs, {human_bytes(size)}), "
+        f"{len(report.failed)} failed"
+    )
+    print_lines([line, *([f"lock file {report.lock}"] if report.lock is not None else [])])
