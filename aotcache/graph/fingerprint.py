@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import io
 import logging
+import re
 import sys
 import sysconfig
 import threading
@@ -36,6 +38,7 @@ Items = list[tuple[str, str]]
 _STDLIB = frozenset(sys.stdlib_module_names) | {"__future__", "builtins", "typing_extensions"}
 _TRUSTED = frozenset({"torch", "numpy", "aotcache", "functorch"})
 _SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+|<\w+ object")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice)
 _TORCH_PLAIN = (torch.dtype, torch.layout, torch.memory_format)
 # They steer nothing that a graph could show, and have no value to compare.
@@ -170,21 +173,25 @@ class Walker:
                 path, value, "a module outside the region whose weights export would bake in",
                 "register it as a submodule of the region, or choose a larger region",
             )
-        elif origin(kind) in ("torch", "stdlib") and not hasattr(value, "__dict__"):
+        elif origin(kind) in ("torch", "stdlib") and not isinstance(value, types.SimpleNamespace | Mapping):
             self._trusted_object(path, value)
         else:
             self.object(path, value, deep=deep)
 
     def _trusted_object(self, path: str, value: Any) -> None:
-        if callable(value) or origin(type(value)) == "torch":
-            self.add(path, f"object:{type(value).__module__}.{type(value).__qualname__}:{value}"
-                     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
-                     else f"object:{type(value).__module__}.{type(value).__qualname__}")
-        elif type(value).__repr__ is not object.__repr__ and " at 0x" not in repr(value):
-            self.add(path, f"object:{type(value).__qualname__}:{value!r}")
+        """An object of torch's or the standard library's: by its text, where that is a value."""
+        kind = type(value)
+        if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            self.add(path, f"operator:{value}")
+        elif kind.__repr__ is not object.__repr__ and not _ADDRESS.search(repr(value)) and not isinstance(
+            value, io.IOBase | torch.Generator
+        ):
+            self.add(path, f"object:{kind.__qualname__}:{value!r}")
         else:
-            raise self.fail(path, value, "which has no value that is the same in every process",
-                            "keep it out of what forward reads")
+            raise self.fail(
+                path, value, "which has no value that is the same in every process",
+                "keep it out of what forward reads",
+            )
 
     def _mapping(self, path: str, value: Any, deep: bool) -> None:
         self.add(path, f"{type(value).__name__} of {len(value)}")
