@@ -65,15 +65,18 @@ class PairContract:
     """How the backward graph is called.
 
     The forward returns the output slots followed by `intermediates` saved tensors.
-    The backward takes, in this order, the inputs named by `saved_inputs`, the saved
-    intermediates, and one incoming gradient for each output in `tangents`; it returns
-    one gradient for each input in `gradients`.
+    The backward takes, in this order, the inputs named by `saved_inputs`, the outputs
+    named by `saved_outputs`, the saved intermediates, and one incoming gradient for each
+    output in `tangents`; it returns one gradient for each input in `gradients`. Outputs
+    are saved as the very tensors that the caller gets, so that autograd notices when one
+    of them is changed in place before the backward.
     """
 
     saved_inputs: tuple[int, ...]
     intermediates: int
     tangents: tuple[int, ...]
     gradients: tuple[int, ...]
+    saved_outputs: tuple[int, ...] = ()
 
 
 @with_config(_STRICT)

@@ -1,0 +1,289 @@
+"""Step one: a flat call becomes an exported program, or a refusal that says where.
+
+What an artifact cannot do faithfully is refused here, before anything is compiled:
+writes to inputs, random numbers, outputs that share memory with inputs or with each
+other, and shapes that depend on values. A silently wrong artifact is the worst outcome
+there is, so what is not understood is refused too.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from aotcache.compile.graphs import (
+    argument_of,
+    blank,
+    call_nodes,
+    error_line,
+    is_library,
+    memory_use,
+    operator_name,
+    output_nodes,
+    source_line,
+)
+from aotcache.errors import CompileFailed, UnsupportedGraph
+
+# private torch names, tried on 2.13.0
+
+
+def _data_dependent_errors() -> tuple[type[Exception], ...]:
+    from torch._dynamo.exc import UserError
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (
+        UserError,
+        GuardOnDataDependentSymNode,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import is_fake
+
+    return bool(is_fake(tensor))
+
+
+@contextmanager
+def _all_user_frames() -> Iterator[None]:
+    """Lets tracing record every frame of the model's source, not those named `forward` only."""
+    from torch.fx.proxy import TracerBase
+
+    original = TracerBase._filter_traceback_frames
+
+    def keep(self: TracerBase, summary: traceback.StackSummary) -> traceback.StackSummary:
+        del self
+        user = [frame for frame in summary if not is_library(frame.filename)]
+        return traceback.StackSummary.from_list(user[-_FRAMES:])
+
+    TracerBase._filter_traceback_frames = keep  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
+
+
+# end of private torch names
+
+_FRAMES = 4
+"""How many of the innermost frames of the model's source a node keeps."""
+
+FlatCall = Callable[..., "tuple[torch.Tensor | None, ...]"]
+"""A pure function of its tensor arguments, parameters included; its result is flat."""
+
+
+class _Flat(nn.Module):
+    """What `torch.export` wants: a module. It owns nothing."""
+
+    def __init__(self, fn: FlatCall) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.fn(*tensors)
+
+
+def fresh_examples(examples: Sequence[torch.Tensor], *, train: bool) -> tuple[torch.Tensor, ...]:
+    """Copies that are views of nothing, with the same values, sizes and strides.
+
+    A view would make its base's sizes symbolic. Fake tensors and tensors on the meta
+    device become real ones with undefined values, since only their metadata is used.
+    """
+    fresh = []
+    for example in examples:
+        virtual = example.is_meta or _is_fake(example)
+        with torch.no_grad():
+            copy = blank(example, device="cpu" if example.is_meta else example.device)
+            _copy_values(copy, None if virtual else example.detach())
+        fresh.append(copy.requires_grad_(train and example.requires_grad))
+    return tuple(fresh)
+
+
+def _copy_values(to: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Writes through expanded dimensions once, which `copy_` refuses to do."""
+    for dim, stride in enumerate(to.stride()):
+        if stride == 0 and to.shape[dim] > 1:
+            to = to.narrow(dim, 0, 1)
+            values = None if values is None else values.narrow(dim, 0, 1)
+    if values is None:
+        to.zero_()
+    else:
+        to.copy_(values)
+
+
+def export_flat(
+    fn: FlatCall, examples: Sequence[torch.Tensor], names: Sequence[str], *, region: str, train: bool
+) -> ExportedProgram:
+    """Exports a flat call with static shapes.
+
+    Runs `fn` once, under export. The caller holds what the call runs under (autocast,
+    determinism); only the grad mode is set here, from `train`.
+
+    Args:
+        fn: The call. Its result may hold None, which gets no output slot.
+        examples: One tensor per argument; those with `requires_grad` get a gradient
+            when `train`. No two may be the same tensor.
+        names: One name per argument, for messages.
+        region: The region's name, for messages.
+        train: Whether a backward is to follow.
+
+    Returns:
+        A program whose user inputs are the arguments in order.
+
+    Raises:
+        UnsupportedGraph: if the region does what an artifact cannot, naming the
+            operator and the line of the model's source.
+        CompileFailed: if export fails for any other reason.
+    """
+    inputs = fresh_examples(examples, train=train)
+    where = f"region {region!r}"
+    try:
+        with torch.set_grad_enabled(train), _all_user_frames():
+            program = torch.export.export(_Flat(fn), inputs, strict=False)
+    except _data_dependent_errors() as error:
+        raise UnsupportedGraph(
+            f"{where}: control flow or a shape depends on a tensor's values, at {_at(error_line(error))}: "
+            f"{_first_line(error)}. Make it a constant of the call, or compute with masks instead",
+            region=region,
+            line=error_line(error),
+        ) from error
+    except Exception as error:
+        if "in-place operation" in str(error):
+            # Autograd itself refuses some writes to inputs, before there is a graph to look at.
+            raise UnsupportedGraph(
+                f"{where}: an input that needs a gradient is changed in place at {_at(error_line(error))}. "
+                f"Compute a new tensor instead, or leave this part out of the region",
+                region=region,
+                line=error_line(error),
+            ) from error
+        raise CompileFailed(
+            f"{where}: torch.export failed at {_at(error_line(error))}: "
+            f"{type(error).__name__}: {_first_line(error)}",
+            region=region,
+            line=error_line(error),
+        ) from error
+    _refuse_unsupported(program, names, region)
+    return program
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _at(line: str | None) -> str:
+    return line or "a line that tracing did not record"
+
+
+def _refuse(region: str, node: fx.Node | None, what: str, advice: str) -> UnsupportedGraph:
+    line = source_line(node) if node is not None else None
+    operator = operator_name(node) if node is not None and node.op == "call_function" else None
+    by = f" by {operator} at {_at(line)}" if operator else ""
+    return UnsupportedGraph(
+        f"region {region!r}: {what}{by}. {advice}", region=region, operator=operator, line=line
+    )
+
+
+def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: str) -> None:
+    module = program.graph_module
+    for node in call_nodes(module):
+        _refuse_random(node, region)
+        _refuse_symbolic(node, region)
+    signature = program.graph_signature
+    users = list(signature.user_inputs)
+    placeholders = [n.name for n in module.graph.find_nodes(op="placeholder")]
+    label = {
+        i: names[users.index(name)] if name in users else f"the constant {name}"
+        for i, name in enumerate(placeholders)
+    }
+    outputs = output_nodes(module.graph)
+    for position, value in enumerate(outputs):
+        if value is not None and not isinstance(value, fx.Node):
+            raise UnsupportedGraph(
+                f"region {region!r}: output {position} is {type(value).__name__} {value!r}, expected a tensor "
+                "or None. Return tensors only",
+                region=region,
+            )
+    use = memory_use(module)
+    for position, node in use.written:
+        raise _refuse(
+            region,
+            _writer(node),
+            f"{label[position]} is changed in place",
+            "Compute a new tensor instead, or leave this part out of the region",
+        )
+    for output, position in use.output_of_input.items():
+        itself = outputs[output].op == "placeholder"
+        raise _refuse(
+            region,
+            outputs[output],
+            f"output {output} is {label[position]} itself"
+            if itself
+            else f"output {output} shares memory with {label[position]}, made",
+            "Return a copy (`.clone()`), or compute it outside the region",
+        )
+    for output, earlier in use.output_of_output.items():
+        raise _refuse(
+            region,
+            outputs[output],
+            f"outputs {earlier} and {output} share memory, made",
+            "Return a copy of one of them (`.clone()`)",
+        )
+
+
+def _writer(node: fx.Node) -> fx.Node:
+    """The operator inside a wrapping node that writes; the node itself if it wraps none."""
+    owner = node.graph.owning_module
+    if isinstance(node.target, torch._ops.OpOverload) or owner is None:
+        return node
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr" and isinstance(
+            inner := getattr(owner, str(argument.target), None), fx.GraphModule
+        ):
+            for child in call_nodes(inner):
+                if isinstance(child.target, torch._ops.OpOverload) and child.target._schema.is_mutable:
+                    return child
+    return node
+
+
+def _refuse_random(node: fx.Node, region: str) -> None:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return
+    for off in ("train", "training"):
+        if argument_of(node, off, True) is False:
+            return
+    for probability in ("p", "dropout_p"):
+        if argument_of(node, probability, 1.0) == 0.0:
+            return
+    raise _refuse(
+        region,
+        node,
+        "random numbers are drawn",
+        "Set its probability to 0, draw them outside the region and pass them in, "
+        "or leave this part out of the region",
+    )
+
+
+def _refuse_symbolic(node: fx.Node, region: str) -> None:
+    values = node.meta.get("val")
+    for value in values if isinstance(values, (tuple, list)) else (values,):
+        symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) or (
+            isinstance(value, torch.Tensor)
+            and any(not isinstance(s, int) for s in (*value.shape, *value.stride()))
+        )
+        if symbolic:
+            raise _refuse(
+                region,
+                node,
+                "a shape or a number that depends on a tensor's values is computed",
+                "Use a fixed size with a mask instead",
+            )

@@ -1,0 +1,228 @@
+"""What the steps of the compile half ask of a graph: source lines, views, storages.
+
+Nothing here changes a graph. Lines come from the stack traces that tracing leaves
+on nodes; storages from running the graph on fake tensors, which is exact where the
+schemas of operators only promise.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+
+# private torch names, tried on 2.13.0
+
+
+def _fake_mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return int(tensor._version)
+
+
+# end of private torch names
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def is_library(path: str) -> bool:
+    """Whether a source file is torch's or aotcache's own, not the model's."""
+    roots = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    return path.startswith(roots) or path.startswith("<")
+
+
+def source_line(node: fx.Node) -> str | None:
+    """`file:line` of the model's source that made `node`; None if tracing left no trace.
+
+    A node that only wraps others (a `no_grad` block, for one) is asked for theirs.
+    """
+    frames = [
+        (m["file"], m["line"])
+        for m in _FRAME.finditer(str(node.meta.get("stack_trace") or ""))
+        if not is_library(m["file"])
+    ]
+    if frames:
+        return ":".join(frames[-1])
+    for inner in _nested(node):
+        for child in inner.graph.nodes:
+            if (line := source_line(child)) is not None:
+                return line
+    return None
+
+
+def error_line(error: BaseException) -> str | None:
+    """`file:line` of the model's source nearest to where `error` was raised."""
+    seen: BaseException | None = error
+    while seen is not None:
+        tb: TracebackType | None = seen.__traceback__
+        frames = [f for f in traceback.extract_tb(tb) if not is_library(f.filename)]
+        if frames:
+            return f"{frames[-1].filename}:{frames[-1].lineno}"
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _nested(node: fx.Node) -> Iterator[fx.GraphModule]:
+    """The graph modules that `node` takes as arguments."""
+    owner = node.graph.owning_module
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr" and owner is not None:
+            value = attribute(owner, str(argument.target))
+            if isinstance(value, fx.GraphModule):
+                yield value
+
+
+def attribute(module: torch.nn.Module, path: str) -> Any:
+    """The attribute at a dotted path."""
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def call_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Every call in `module` and in the graph modules inside it."""
+    for child in module.modules():
+        if isinstance(child, fx.GraphModule):
+            yield from (n for n in child.graph.nodes if n.op in ("call_function", "call_method"))
+
+
+def operator_name(node: fx.Node) -> str:
+    """How to name what `node` calls to a user, e.g. `aten.add_.Tensor`."""
+    return str(node.target) if not callable(node.target) else _callable_name(node.target)
+
+
+def _callable_name(target: Callable[..., Any]) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return str(getattr(target, "__name__", target))
+
+
+def argument_of(node: fx.Node, name: str, default: Any = None) -> Any:
+    """The value that `node` passes for a named argument of its operator's schema."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else argument.default_value
+    return default
+
+
+def view_source(node: fx.Node) -> fx.Node | None:
+    """The tensor that `node` is a view of, or None if it makes one of its own.
+
+    Goes by the schema of functional ATen graphs: an operator whose first argument
+    carries an alias annotation returns views of it, also inside a list.
+    """
+    if node.op != "call_function":
+        return None
+    if _callable_name(node.target) == "getitem":  # type: ignore[arg-type]
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) and view_source(source) is not None else None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node) or not schema.arguments:
+        return None
+    # `_unsafe_view` returns a view and does not say so.
+    if schema.name == "aten::_unsafe_view":
+        return first
+    info = schema.arguments[0].alias_info
+    return first if info is not None and not info.is_write else None
+
+
+def view_root(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Follows views up: the node that owns the memory, and the views down to `node`."""
+    chain: list[fx.Node] = []
+    while (source := view_source(node)) is not None:
+        chain.append(node)
+        node = source
+    return node, chain[::-1]
+
+
+def output_nodes(graph: fx.Graph) -> tuple[Any, ...]:
+    """What the graph returns, flat."""
+    (returned,) = next(iter(graph.find_nodes(op="output"))).args
+    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+
+
+def blank(like: torch.Tensor, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """A fresh tensor, no view of any other, with the sizes, strides and dtype of `like`.
+
+    Its values are undefined; expanded (stride 0) dimensions stay expanded.
+    """
+    return torch.empty_strided(
+        tuple(like.shape), tuple(like.stride()), dtype=like.dtype, device=device or like.device
+    )
+
+
+@dataclass(slots=True)
+class MemoryUse:
+    """What a graph does to memory, found by running it on fake tensors.
+
+    Attributes:
+        written: `(input position, node)` for the first write to each input.
+        output_of_input: Output position to the position of the input it shares memory with.
+        output_of_output: Output position to that of an earlier output sharing memory.
+    """
+
+    written: list[tuple[int, fx.Node]] = field(default_factory=list)
+    output_of_input: dict[int, int] = field(default_factory=dict)
+    output_of_output: dict[int, int] = field(default_factory=dict)
+
+
+class _Watch(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor], use: MemoryUse) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._inputs = inputs
+        self._use = use
+        self._versions = [_version(t) for t in inputs]
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        for position, tensor in enumerate(self._inputs):
+            if _version(tensor) != self._versions[position]:
+                self._versions[position] = _version(tensor)
+                if all(position != seen for seen, _ in self._use.written):
+                    self._use.written.append((position, n))
+        return result
+
+
+def memory_use(module: fx.GraphModule) -> MemoryUse:
+    """Runs `module` on fake tensors made from its placeholders' metadata.
+
+    Every placeholder must be a tensor of static shape.
+    """
+    use = MemoryUse()
+    with _fake_mode(), torch.no_grad():
+        inputs = [blank(n.meta["val"]) for n in module.graph.find_nodes(op="placeholder")]
+        results = _Watch(module, inputs, use).run(*inputs)
+        owners: dict[int, int] = {_storage_key(t): i for i, t in enumerate(inputs)}
+        makers: dict[int, int] = {}
+        for position, value in enumerate(results):
+            if not isinstance(value, torch.Tensor):
+                continue
+            key = _storage_key(value)
+            if key in owners:
+                use.output_of_input[position] = owners[key]
+            elif key in makers:
+                use.output_of_output[position] = makers[key]
+            else:
+                makers[key] = position
+    return use
