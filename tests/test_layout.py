@@ -21,7 +21,10 @@ LAYERS = (
     {"integrations", "cli", "api"},
 )
 TORCH = {"graph", "compile", "runtime", "host", "torch_private", "flex"}
-"""Parts that may import torch at all. `build` reaches it through these."""
+"""Parts that may import torch at all."""
+
+BUILDER = {"build/drafter.py", "build/worker.py"}
+"""What runs in the builder's child process. The parent that starts it needs no torch there."""
 
 FACADE = {"__init__", "flex"}
 """Public names that only point into the package; their imports are lazy or one line."""
@@ -116,6 +119,8 @@ def test_compile_is_imported_by_build_alone() -> None:
 
 def test_torch_is_imported_only_where_it_belongs() -> None:
     for path in modules():
+        if str(path.relative_to(PACKAGE)) in BUILDER:
+            continue
         for name, line in imports(path):
             if name.split(".")[0] == "torch" and not _is_type_checking_only(path, line):
                 assert part(path) in TORCH, f"{path}:{line}: {part(path)} imports {name}"
@@ -123,10 +128,18 @@ def test_torch_is_imported_only_where_it_belongs() -> None:
 
 def test_nothing_pure_loads_torch_when_it_is_imported() -> None:
     for path in modules():
-        if part(path) in {"graph", "compile", "runtime", "flex"}:
+        if part(path) in {"graph", "compile", "runtime", "flex"} or str(path.relative_to(PACKAGE)) in BUILDER:
             continue
         for name, line in top_level(path):
             assert name.split(".")[0] != "torch", f"{path}:{line} imports {name} when it is imported"
+
+
+def test_the_environment_is_read_in_config_alone() -> None:
+    readers = {"config.py", "compile/sandbox.py"}  # the sandbox makes a scrubbed copy for its child
+    for path in modules():
+        text = path.read_text()
+        if "os.environ" in text or "os.getenv" in text:
+            assert str(path.relative_to(PACKAGE)) in readers, f"{path} reads the environment"
 
 
 def test_the_wheel_lists_every_package() -> None:

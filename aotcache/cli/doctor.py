@@ -76,15 +76,13 @@ def _python() -> Iterator[Finding]:
 
 
 def _torch() -> Iterator[Finding]:
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        yield Finding("torch", "fail", f"cannot be imported: {error}; pip install 'torch>=2.11,<2.15'")
-        return
     from aotcache.host import host_facts, host_target, host_toolchain
 
     try:
         yield Finding("torch", "ok", str(host_toolchain()))
+    except ImportError as error:
+        yield Finding("torch", "fail", f"cannot be imported: {error}; pip install 'torch>=2.11,<2.15'")
+        return
     except AotcacheError as error:
         yield Finding("torch", "fail", str(error))
         return
@@ -96,9 +94,9 @@ def _torch() -> Iterator[Finding]:
 
 
 def _facts() -> HostFacts | None:
-    try:
-        from aotcache.host import host_facts
+    from aotcache.host import host_facts
 
+    try:
         return host_facts()
     except (ImportError, AotcacheError):
         return None  # reported by _torch

@@ -1,0 +1,60 @@
+"""Progress on a terminal and off it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from aotcache.cli.output import Progress, human_bytes
+
+PROGRAM = """
+from aotcache.cli.output import Progress
+with Progress("warm", 2) as progress:
+    progress.say("export [layers.0]")
+    progress.step("one")
+    progress.step("two")
+"""
+
+
+def test_off_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("warm", 2) as progress:
+        progress.say("export [layers.0]")
+        progress.step("one")
+        progress.step("two")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert [line.split("s  ", 1)[1] for line in lines] == ["export [layers.0]", "[1/2] one", "[2/2] two"]
+    assert "\x1b" not in captured.err
+
+
+def test_on_a_terminal_progress_is_a_bar() -> None:
+    main, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    subprocess.run([sys.executable, "-c", PROGRAM], stderr=terminal, check=True, env=environment)
+    os.close(terminal)
+    shown = b""
+    while True:
+        try:
+            data = os.read(main, 65536)
+        except OSError:  # Linux: the other end is closed and all is read
+            break
+        if not data:
+            break
+        shown += data
+    os.close(main)
+    assert b"\x1b[" in shown
+    assert "━".encode() in shown
+    assert b"2/2" in shown
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(None, "-"), (0, "0 B"), (999, "999 B"), (1650, "1.6 kB"), (2_000_000_000_000, "2.0 TB")],
+)
+def test_sizes_are_decimal(size: int | None, text: str) -> None:
+    assert human_bytes(size) == text
