@@ -1,72 +1,36 @@
-"""What is measured: one DFlash decoder layer with dense attention, and sixteen small tensors.
+"""What is measured: one layer of the bundled DFlash drafter, and sixteen small tensors.
 
 Dense attention stands in for flex attention because torch.compile cannot differentiate flex
-attention on a CPU; every side runs this same module. Hidden size 128, batch 2, `seq` draft
-tokens over `seq` tokens of context.
+attention on a CPU; every side runs this same module. Hidden size 128, batch 2, `seq` target
+positions, 8 queries for each of the `anchors`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import dflash_drafter as dflash
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.attention.flex_attention import create_mask
 
-HIDDEN = 128
-HEADS = 4
-KV_HEADS = 2
-HEAD_DIM = HIDDEN // HEADS
-BATCH = 2
+CONFIG = dflash.SIZES["small"]
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm over the last axis."""
+class DenseAttention(dflash.Attention):
+    """The drafter's attention with its mask as a tensor of booleans, `[B, 1, N, S + N]`."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Any shape that ends in `size`."""
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
-
-
-class DecoderLayer(nn.Module):
-    """Attention of draft tokens to context and to each other, and a gated MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
-        self.q_norm, self.k_norm = RMSNorm(HEAD_DIM), RMSNorm(HEAD_DIM)
-        self.norm, self.mlp_norm = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
-        self.gate = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
-        self.up = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
-        self.down = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
-
-    def forward(self, hidden: Tensor, target: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`[batch, seq, hidden]` twice, a mask `[batch, 1, seq, 2 * seq]`, angles `[2 * seq, head]`."""
-        batch, seq, _ = hidden.shape
-        x = self.norm(hidden)
-        context = torch.cat([target, x], dim=1)
-        q = self.q_norm(self.q_proj(x).view(batch, seq, HEADS, HEAD_DIM)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(context).view(batch, -1, KV_HEADS, HEAD_DIM)).transpose(1, 2)
-        v = self.v_proj(context).view(batch, -1, KV_HEADS, HEAD_DIM).transpose(1, 2)
-        q, k = _rotate(q, cos[-seq:], sin[-seq:]), _rotate(k, cos, sin)
-        k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
-        scores = torch.where(mask, q @ k.transpose(-2, -1) * HEAD_DIM**-0.5, -torch.inf)
-        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, seq, -1)
-        hidden = hidden + self.o_proj(attended)
-        x = self.mlp_norm(hidden)
-        return hidden + self.down(functional.silu(self.gate(x)) * self.up(x))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    def forward(self, x: Tensor, target: Tensor, mask: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """See `Attention.forward`."""
+        cos, sin = rotary
+        seen = torch.cat([target, x], dim=1)
+        n = x.size(1)
+        q = dflash.rotate(self.q_norm(self._heads(self.q_proj(x))), cos[:, :, -n:], sin[:, :, -n:])
+        k = dflash.rotate(self.k_norm(self._heads(self.k_proj(seen))), cos, sin)
+        v = self._heads(self.v_proj(seen))
+        k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
+        scores = torch.where(mask, q @ k.transpose(-2, -1) * self.head_dim**-0.5, -1e9)
+        return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 class OneLayer(nn.Module):
@@ -74,9 +38,10 @@ class OneLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.region = DecoderLayer()
+        self.region = dflash.Layer(CONFIG)
+        self.region.attention = DenseAttention(CONFIG)
 
-    def forward(self, **inputs: Tensor) -> Tensor:
+    def forward(self, **inputs: Any) -> Tensor:
         """The loss, a scalar."""
         return loss(self.region(**inputs))
 
@@ -119,22 +84,20 @@ def build() -> nn.Module:
     return OneLayer()
 
 
-def batch(bucket: dict[str, int], device: Any = "cpu") -> tuple[tuple[()], dict[str, Tensor]]:
-    """Random hidden states, about half of the keys masked."""
-    seq = bucket["seq"]
-    angles = torch.rand(2 * seq, HEAD_DIM) * 6.28
-    mask = torch.rand(BATCH, 1, seq, 2 * seq) > 0.5
-    mask[..., 0] = True  # no row without a key
+def batch(bucket: dict[str, int], device: Any = "cpu") -> tuple[tuple[()], dict[str, Any]]:
+    """Random hidden states under the mask of real documents and anchors."""
+    _, real = dflash.batch(bucket, device)
+    samples, seq = real["document_ids"].shape
+    n = real["anchors"].size(1) * CONFIG.block
+    mask_mod = dflash.draft_mask(real["document_ids"], real["anchors"], CONFIG.block, None)
+    positions = torch.arange(seq + n, device=device).expand(samples, -1)
     inputs = {
-        "hidden": torch.randn(BATCH, seq, HIDDEN).requires_grad_(),
-        "target": torch.randn(BATCH, seq, HIDDEN),
-        "mask": mask,
-        "cos": angles.cos(),
-        "sin": angles.sin(),
+        "x": torch.randn(samples, n, CONFIG.hidden, device=device).requires_grad_(),
+        "target": torch.randn(samples, seq, CONFIG.hidden, device=device).requires_grad_(),
+        "mask": create_mask(mask_mod, samples, 1, n, seq + n, device=str(device)),
+        "rotary": dflash.rotary_tables(CONFIG, positions, torch.float32),
     }
-    return (), {
-        name: value.detach().to(device).requires_grad_(value.requires_grad) for name, value in inputs.items()
-    }
+    return (), inputs
 
 
 def build_sixteen() -> nn.Module:

@@ -58,7 +58,7 @@ def side_steps(spec: str, store: str, threads: int, rounds: int) -> dict[str, An
     def step_of(model: Any) -> Any:
         def step() -> None:
             model.zero_grad(set_to_none=True)
-            batch["hidden"].grad = None
+            batch["x"].grad = batch["target"].grad = None
             model(**batch).backward()
 
         return step

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from aotcache.runtime.attach import Handle
     from aotcache.spec import Spec
 
-_FILES = ("layer.py", "layer.toml", "lengths.toml", "sixteen.toml")
+_FILES = (
+    "bench/layer.py",
+    "bench/layer.toml",
+    "bench/lengths.toml",
+    "bench/sixteen.toml",
+    "examples/dflash/dflash_drafter.py",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +32,13 @@ class Subject:
 
     spec: Spec
     factory: Callable[..., torch.nn.Module]
-    make_batch: Callable[..., tuple[tuple[Any, ...], dict[str, torch.Tensor]]]
+    make_batch: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
 
     def build(self) -> Any:
         """A drafter; its measured part is the attribute `region`."""
         return self.factory(**self.spec.drafter.kwargs)
 
-    def batch(self) -> dict[str, torch.Tensor]:
+    def batch(self) -> dict[str, Any]:
         """A batch of the first bucket, as keyword arguments."""
         return self.make_batch(self.spec.cells()[0], "cpu")[1]
 
@@ -42,7 +48,7 @@ def lay_out(root: Path, name: str) -> Path:
     folder = root / "specs"
     folder.mkdir(exist_ok=True)
     for file in _FILES:
-        shutil.copyfile(ROOT / "bench" / file, folder / file)
+        shutil.copy(ROOT / file, folder)
     return folder / f"{name}.toml"
 
 
@@ -98,9 +104,16 @@ def archive(store: Path, manifest: Manifest, dest: Path) -> Path:
     return dest
 
 
-def inputs(manifest: Manifest, model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def inputs(manifest: Manifest, model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors of a call in slot order, for loaders that take a flat list."""
-    named = dict(model.region.named_parameters()) | batch
+    named = dict(model.region.named_parameters())
+    for name, value in batch.items():
+        parts = (
+            {f"{name}[{i}]": part for i, part in enumerate(value)}
+            if isinstance(value, tuple)
+            else {name: value}
+        )
+        named.update(parts)
     return [named[slot.name].detach() for slot in manifest.inputs]
 
 
