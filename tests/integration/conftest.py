@@ -1,0 +1,80 @@
+"""Specs of real drafters, warmed once per session."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import aotcache
+from aotcache.spec import Spec
+
+HERE = Path(__file__).parent
+NAMES = ("dflash", "eagle3", "peagle")
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """One drafter of the package: its spec, warmed, and how to build it and its batches."""
+
+    name: str
+    spec: Spec
+    store: str
+    report: Any
+    drafters: ModuleType
+
+    def build(self, **changes: Any) -> Any:
+        """The spec's drafter; `attention="eager"` builds the reference."""
+        return self.spec.resolve_factory()(**{**self.spec.drafter.kwargs, **changes})
+
+    def batch(self, seed: int, **sizes: int) -> Any:
+        """A batch of the spec's bucket, or of other sizes."""
+        make: Callable[..., Any] = self.spec.resolve_batch()
+        return make({**self.spec.cells()[0], **sizes}, "cpu", seed=seed)
+
+    def attach(self, model: Any, **options: Any) -> Any:
+        """Attach to what was warmed."""
+        return aotcache.attach(model, self.spec, store=self.store, **options)
+
+
+@pytest.fixture(scope="session")
+def _specs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Copies, because warming writes a lock file beside the spec.
+    folder = tmp_path_factory.mktemp("specs")
+    for file in ("speculators_drafters.py", *(f"{name}.toml" for name in NAMES)):
+        shutil.copy(HERE / file, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _warm_once(_specs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Warmed]:
+    store = (tmp_path_factory.mktemp("store") / "artifacts").as_uri()
+    done: dict[str, Warmed] = {}
+
+    def warm(name: str) -> Warmed:
+        if name not in done:
+            spec = aotcache.load_spec(_specs / f"{name}.toml")
+            report = aotcache.warm(spec, store=store, jobs=2)
+            spec.resolve_factory()
+            done[name] = Warmed(name, spec, store, report, sys.modules["speculators_drafters"])
+        return done[name]
+
+    return warm
+
+
+@pytest.fixture(params=NAMES)
+def warmed(request: pytest.FixtureRequest, _warm_once: Callable[[str], Warmed]) -> Warmed:
+    """Every drafter in turn."""
+    return _warm_once(request.param)
+
+
+@pytest.fixture
+def warmed_named(_warm_once: Callable[[str], Warmed]) -> Callable[[str], Warmed]:
+    """One drafter by name."""
+    return _warm_once
