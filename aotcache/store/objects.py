@@ -102,16 +102,16 @@ class ObjectStore:
                 found=found,
             )
         ref = _ref_path(manifest.key, str(manifest.variant))
-        if not replace and self._is_live(ref):
-            return False
+        if not replace:
+            there = self._client.head(ref)
+            entry = None if there is None else self._entry(there)
+            if entry is not None and entry.problem is None:
+                return False
+            # A ref that is a miss to everyone is nobody's loss. Looked at before the
+            # archive is put, which may be the very one that the ref lacked.
+            replace = entry is not None
         self._put_blob(manifest.digest, archive)
-        document = manifest.to_json()
-        if self._client.put(ref, document, create=not replace):
-            return True
-        if self._is_live(ref):
-            return False
-        # What is there is a miss to everyone, so nobody loses it.
-        return self._client.put(ref, document, create=False)
+        return self._client.put(ref, manifest.to_json(), create=not replace)
 
     def fetch(self, digest: Digest, dest: Path) -> None:
         """See `Store`."""
@@ -195,11 +195,6 @@ class ObjectStore:
             time.sleep(wait)
             found = self._client.head(path)
         return found
-
-    def _is_live(self, path: str) -> bool:
-        info = self._client.head(path)
-        entry = None if info is None else self._entry(info)
-        return entry is not None and entry.problem is None
 
     def _put_blob(self, digest: Digest, archive: Path) -> None:
         path = _blob_path(digest)
