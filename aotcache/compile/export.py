@@ -26,7 +26,9 @@ from aotcache.compile.graphs import (
     memory_use,
     operator_name,
     output_nodes,
+    replaced,
     source_line,
+    write_values,
 )
 from aotcache.errors import CompileFailed, UnsupportedGraph
 
@@ -57,18 +59,13 @@ def _all_user_frames() -> Iterator[None]:
     """Lets tracing record every frame of the model's source, not those named `forward` only."""
     from torch.fx.proxy import TracerBase
 
-    original = TracerBase._filter_traceback_frames
-
     def keep(self: TracerBase, summary: traceback.StackSummary) -> traceback.StackSummary:
         del self
         user = [frame for frame in summary if not is_library(frame.filename)]
         return traceback.StackSummary.from_list(user[-_FRAMES:])
 
-    TracerBase._filter_traceback_frames = keep  # type: ignore[method-assign]
-    try:
+    with replaced(TracerBase, "_filter_traceback_frames", keep):
         yield
-    finally:
-        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
 
 
 # end of private torch names
@@ -102,21 +99,9 @@ def fresh_examples(examples: Sequence[torch.Tensor], *, train: bool) -> tuple[to
         virtual = example.is_meta or _is_fake(example)
         with torch.no_grad():
             copy = blank(example, device="cpu" if example.is_meta else example.device)
-            _copy_values(copy, None if virtual else example.detach())
+            write_values(copy, None if virtual else example.detach())
         fresh.append(copy.requires_grad_(train and example.requires_grad))
     return tuple(fresh)
-
-
-def _copy_values(to: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Writes through expanded dimensions once, which `copy_` refuses to do."""
-    for dim, stride in enumerate(to.stride()):
-        if stride == 0 and to.shape[dim] > 1:
-            to = to.narrow(dim, 0, 1)
-            values = None if values is None else values.narrow(dim, 0, 1)
-    if values is None:
-        to.zero_()
-    else:
-        to.copy_(values)
 
 
 def export_flat(
@@ -208,8 +193,8 @@ def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: 
     for position, value in enumerate(outputs):
         if value is not None and not isinstance(value, fx.Node):
             raise UnsupportedGraph(
-                f"region {region!r}: output {position} is {type(value).__name__} {value!r}, expected a tensor "
-                "or None. Return tensors only",
+                f"region {region!r}: output {position} is {type(value).__name__} {value!r}, expected a "
+                "tensor or None. Return tensors only",
                 region=region,
             )
     use = memory_use(module)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +108,22 @@ def operator_name(node: fx.Node) -> str:
     return str(node.target) if not callable(node.target) else _callable_name(node.target)
 
 
+def target_name(target: torch._ops.OperatorBase) -> str:
+    """The registered name of an operator, overload included."""
+    return str(target.name())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` for the length of the block, for every thread."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 def _callable_name(target: Callable[..., Any]) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
@@ -170,6 +187,21 @@ def blank(like: torch.Tensor, *, device: torch.device | str | None = None) -> to
     return torch.empty_strided(
         tuple(like.shape), tuple(like.stride()), dtype=like.dtype, device=device or like.device
     )
+
+
+def write_values(to: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Fills a tensor with values of its own sizes, or with zeros.
+
+    Expanded dimensions are written once; `copy_` refuses to write them at all.
+    """
+    for dim, stride in enumerate(to.stride()):
+        if stride == 0 and to.shape[dim] > 1:
+            to = to.narrow(dim, 0, 1)
+            values = None if values is None else values.narrow(dim, 0, 1)
+    if values is None:
+        to.zero_()
+    else:
+        to.copy_(values)
 
 
 @dataclass(slots=True)
