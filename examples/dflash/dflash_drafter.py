@@ -45,7 +45,7 @@ class Config:
         rope_theta: Base of the rotary frequencies.
     """
 
-    vocab: int = 512
+    vocab: int = 128
     hidden: int = 128
     intermediate: int = 256
     layers: int = 2
@@ -180,7 +180,7 @@ class Drafter(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(x, target, masks[self._slides(index)], rotary)
 
-        logits = self.lm_head(self.norm(x)).float()
+        logits = at_least_float32(self.lm_head(self.norm(x)))
         within = positions.clamp(max=input_ids.size(1) - 1)
         own_document = document_ids.gather(1, start).repeat_interleave(block, dim=1)
         counts = (positions < input_ids.size(1)) & (document_ids.gather(1, within) == own_document)
@@ -243,6 +243,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding: the two halves of each head are the two coordinates."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in float32 if it has half precision, else as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def build(size: str = "small", **changes: Any) -> Drafter:

@@ -40,7 +40,7 @@ class Config:
         rope_theta: Base of the rotary frequencies.
     """
 
-    vocab: int = 512
+    vocab: int = 128
     hidden: int = 96
     intermediate: int = 192
     heads: int = 4
@@ -143,7 +143,7 @@ class Drafter(nn.Module):
         """
         x = self.fc(hidden_states.to(self.fc.weight.dtype))
         memory: Tensor | None = None
-        loss = x.new_zeros((), dtype=torch.float32)
+        losses = []
         for step in range(self.config.steps):
             tokens, _ = shifted(input_ids, document_ids, 1 + step)
             now = torch.cat([self.token_norm(self.embed_tokens(tokens)), self.hidden_norm(x)], dim=-1)
@@ -152,11 +152,11 @@ class Drafter(nn.Module):
             x = self.layer(x, torch.cat([memory, now], dim=1), step_mask(document_ids, step), rotary)
 
             labels, counts = shifted(input_ids, document_ids, 2 + step)
-            logits = self.lm_head(self.norm(x)).float()
-            losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-            mean = losses.where(counts, 0).sum() / counts.sum().clamp(min=1)
-            loss = loss + self.config.decay**step * mean
-        return loss
+            logits = at_least_float32(self.lm_head(self.norm(x)))
+            each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            mean = each.where(counts, 0).sum() / counts.sum().clamp(min=1)
+            losses.append(self.config.decay**step * mean)
+        return torch.stack(losses).sum()
 
 
 def shifted(input_ids: Tensor, document_ids: Tensor, by: int) -> tuple[Tensor, Tensor]:
@@ -200,6 +200,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding: the two halves of each head are the two coordinates."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in float32 if it has half precision, else as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def build(size: str = "small", **changes: Any) -> Drafter:
