@@ -7,6 +7,7 @@ padded but the axes that the spec names.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,7 +223,7 @@ def _check_pad(rule: InputAxes, tensor: Any) -> None:
     if limits is None:
         return
     low, high = limits
-    if rule.pad != rule.pad or rule.pad != int(rule.pad) or not low <= rule.pad <= high:
+    if not (math.isfinite(rule.pad) and rule.pad == int(rule.pad) and low <= rule.pad <= high):
         raise SpecError(
             f"axes.{rule.name}.pad = {rule.pad!r} does not fit {tensor.dtype}: "
             f"expected a whole number from {low} to {high}"

@@ -84,7 +84,8 @@ def default_home() -> Path:
     cache = Path(xdg) if os.path.isabs(xdg) else _user_cache()
     if cache is not None:
         home = cache / "aotcache"
-        if home.is_dir() or _can_create(home):
+        # os.path answers False for what may not be looked at; Path would raise.
+        if os.path.isdir(home) or _can_create(home):
             return home
     return Path(tempfile.gettempdir()).absolute() / f"aotcache-{os.getuid()}"
 
@@ -100,5 +101,5 @@ def _user_cache() -> Path | None:
 
 
 def _can_create(path: Path) -> bool:
-    nearest = next((parent for parent in path.parents if parent.exists()), None)
+    nearest = next((parent for parent in path.parents if os.path.exists(parent)), None)
     return nearest is not None and os.access(nearest, os.W_OK | os.X_OK)
