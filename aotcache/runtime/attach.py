@@ -202,10 +202,7 @@ class Handle:
     def _wanted(self) -> list[Manifest]:
         accepted: dict[str, list[Manifest]] = {}
         codes = {m.__dict__[ATTACHED].region.static().code.digest for m in self._attached}
-        for entry in self.resolver.store.entries():
-            manifest = entry.manifest
-            if manifest is None:
-                continue
+        for manifest in self.resolver.store.list():
             code = next(c.digest for c in manifest.parts.components if c.name == "code")
             if code in codes if self._locked is None else manifest.digest in self._locked:
                 accepted.setdefault(manifest.key, []).append(manifest)
@@ -219,7 +216,7 @@ class Handle:
                     digests=missing,
                 )
         best = (compat.best(group, self.resolver.facts) for group in accepted.values())
-        return [answer.manifest for answer in best if isinstance(answer, compat.Accepted)]
+        return [m for m in best if not isinstance(m, compat.Rejected)]
 
     def refresh(self) -> None:
         """Look at the store again for what was missing so far."""

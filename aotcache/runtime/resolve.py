@@ -114,12 +114,12 @@ class Resolver:
         chosen = compat.best(manifests, self.facts)
         if isinstance(chosen, compat.Rejected):
             return Miss(str(chosen))
-        return self.open(chosen.manifest)
+        return self.open(chosen)
 
     def open(self, manifest: Manifest) -> Resolved:
         """Open one artifact, or find it open."""
         started = time.perf_counter()
-        executable, loaded = registry.open(manifest, self.store, self.home)
+        executable, loaded = registry.open_artifact(manifest, self.store, self.home)
         if loaded:
             self.stats.loaded(manifest.region, time.perf_counter() - started, manifest.size, manifest.runner)
         with self._lock:
@@ -150,8 +150,7 @@ def nearest(parts: KeyParts, manifests: Iterable[Manifest]) -> tuple[Manifest, l
 def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
     """The text of a miss: key, reason, nearest entry and what differs, and the way out."""
     lines = [f"no artifact for region {call.region.name!r} ({call.mode}), key {call.parts.key}: {reason}"]
-    stored = (entry.manifest for entry in store.entries())
-    found = nearest(call.parts, (m for m in stored if m is not None and m.mode == call.mode))
+    found = nearest(call.parts, (m for m in store.list() if m.mode == call.mode))
     if found is None:
         lines.append("the store holds no entry in this mode")
     else:

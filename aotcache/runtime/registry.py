@@ -1,0 +1,237 @@
+"""The process-wide registry of opened artifacts: unpacked once per host, opened once per process.
+
+The only global mutable state of the worker half. Everything that ends up in `dlopen`
+passes here, so this is where the bytes are checked against the manifest, every time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+import zipfile
+from pathlib import Path
+
+from aotcache.errors import CorruptArtifact, RejectedArtifact, StoreError
+from aotcache.manifest import Manifest
+from aotcache.runtime.function import Executable
+from aotcache.runtime.runner import Library, PackageRunner, Runner
+from aotcache.store.base import Store
+from aotcache.store.local import locked, make_dirs, require_private
+from aotcache.types import Digest
+
+_LOCK_SECONDS = 300.0
+"""How long to wait for another process that unpacks the same artifact."""
+
+_opened: dict[tuple[Digest, str], Executable] = {}
+_opening: dict[tuple[Digest, str], threading.Lock] = {}
+_guard = threading.Lock()
+
+
+def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executable, bool]:
+    """The opened artifact of a manifest that was trusted and accepted.
+
+    Any number of threads may ask at once: one opens, the others wait for it. Two
+    manifests of one archive (identical graphs under two keys) share its libraries.
+
+    Args:
+        manifest: Checked by the caller: trust, verdict.
+        store: Where the archive is, if it is not unpacked on this host yet.
+        home: AOTCACHE_HOME.
+
+    Returns:
+        The executable, and whether this call opened it.
+
+    Raises:
+        CorruptArtifact: archive or members are not what the manifest says.
+        RejectedArtifact: the libraries cannot be opened here.
+        StoreError: the archive cannot be fetched or unpacked.
+    """
+    mark = (manifest.digest, manifest.key)
+    found = _opened.get(mark)
+    if found is not None:
+        return found, False
+    with _guard:
+        lock = _opening.setdefault(mark, threading.Lock())
+    with lock:
+        found = _opened.get(mark)
+        if found is not None:
+            return found, False
+        made = open_unshared(manifest, _Fetched(store), home)
+        _opened[mark] = made
+        return made, True
+
+
+class _Fetched:
+    """Gets an archive from a store when it is needed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __call__(self, digest: Digest, folder: Path) -> Path:
+        path = self._store.blob_path(digest)
+        if path is None:
+            path = folder / "archive.pt2"
+            self._store.fetch(digest, path)
+        return path
+
+
+class _AtHand:
+    """An archive that lies in a file already."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, digest: Digest, folder: Path) -> Path:
+        return self._path
+
+
+def open_unshared(manifest: Manifest, archive: Path | _Fetched, home: Path) -> Executable:
+    """Unpack and open an artifact without keeping it in the registry (for the builder's check)."""
+    source = _AtHand(archive) if isinstance(archive, Path) else archive
+    folder = unpack(manifest, source, home)
+    forward = _runner(manifest, folder, "forward")
+    backward = _runner(manifest, folder, "backward") if manifest.pair is not None else None
+    return Executable(manifest, forward, backward)
+
+
+def _runner(manifest: Manifest, folder: Path, graph: str) -> Runner:
+    inputs, outputs = len(manifest.inputs), len(manifest.outputs)
+    pair = manifest.pair
+    if pair is not None:
+        if graph == "forward":
+            outputs += pair.intermediates
+        else:
+            inputs = (
+                len(pair.saved_inputs) + len(pair.saved_outputs) + pair.intermediates + len(pair.tangents)
+            )
+            outputs = len(pair.gradients)
+    if manifest.runner == "torch":
+        return PackageRunner(folder / "archive.pt2", graph, inputs=inputs, outputs=outputs)
+    members = [name for name in manifest.members if f"/{graph}/" in name and name.endswith(".so")]
+    if len(members) != 1:
+        raise RejectedArtifact(
+            f"artifact {manifest.digest} has {len(members)} libraries for its {graph} graph, expected 1",
+            digest=manifest.digest,
+        )
+    return _library(folder / members[0], inputs, outputs)
+
+
+_libraries: dict[Path, Library] = {}
+
+
+def _library(path: Path, inputs: int, outputs: int) -> Library:
+    with _guard:
+        known = _libraries.get(path)
+        if known is None:
+            known = _libraries[path] = Library(path, inputs=inputs, outputs=outputs)
+    return known
+
+
+def unpack(manifest: Manifest, source: _Fetched | _AtHand, home: Path) -> Path:
+    """The folder with the artifact's members, checked against the manifest.
+
+    `unpacked/<digest>` appears whole or not at all; whichever process comes first makes it.
+    """
+    base = home / "unpacked"
+    folder = base / manifest.digest
+    if not folder.is_dir():
+        make_dirs(base, 0o700)
+        with locked(home / "locks", f"unpack {manifest.digest}", _LOCK_SECONDS):
+            if not folder.is_dir():
+                _unpack_anew(manifest, source, folder)
+    problem = _problem(manifest, folder, home)
+    if problem is None:
+        return folder
+    # Somebody changed it: make it anew, once.
+    with locked(home / "locks", f"unpack {manifest.digest}", _LOCK_SECONDS):
+        shutil.rmtree(folder, ignore_errors=True)
+        _unpack_anew(manifest, source, folder)
+    problem = _problem(manifest, folder, home)
+    if problem is not None:
+        raise problem
+    return folder
+
+
+def _problem(manifest: Manifest, folder: Path, home: Path) -> CorruptArtifact | None:
+    for name, digest in manifest.members.items():
+        path = folder / name
+        if not name.endswith((".so", ".json")):
+            continue
+        try:
+            require_private(path, home)
+            found = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            found = f"nothing ({error.strerror})"
+        if found != digest:
+            return CorruptArtifact(
+                f"{path}: expected sha256 {digest}, found {found}; delete {folder}, it is made anew",
+                path=str(path), expected=digest, found=found,
+            )
+    return None
+
+
+def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -> None:
+    draft = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder.parent))
+    try:
+        archive = source(manifest.digest, draft)
+        with zipfile.ZipFile(archive) as package:
+            for info in package.infolist():
+                _extract(package, info, manifest, draft)
+        if manifest.runner == "torch":
+            target = draft / "archive.pt2"
+            if archive != target:
+                shutil.copyfile(archive, target)
+        elif archive.parent == draft:
+            archive.unlink()
+        os.replace(draft, folder)
+    except zipfile.BadZipFile as error:
+        raise CorruptArtifact(
+            f"artifact {manifest.digest} is not a zip archive: {error}", digest=manifest.digest
+        ) from error
+    except OSError as error:
+        if folder.is_dir():
+            return
+        raise StoreError(
+            f"cannot unpack artifact {manifest.digest} to {folder}: {error.strerror}; make room there, or set "
+            "AOTCACHE_HOME to another place",
+            path=str(folder),
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _extract(package: zipfile.ZipFile, info: zipfile.ZipInfo, manifest: Manifest, draft: Path) -> None:
+    expected = manifest.members.get(info.filename)
+    if expected is None or info.is_dir():
+        raise CorruptArtifact(
+            f"artifact {manifest.digest} has a member {info.filename!r} that its manifest does not name",
+            digest=manifest.digest,
+        )
+    if ".." in Path(info.filename).parts or Path(info.filename).is_absolute():
+        raise CorruptArtifact(
+            f"artifact {manifest.digest}: member {info.filename!r} leads out of its folder", digest=manifest.digest
+        )
+    if not info.filename.endswith((".so", ".json")):
+        return
+    path = draft / info.filename
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with package.open(info) as data, path.open("wb") as out:
+        while chunk := data.read(1 << 20):
+            digest.update(chunk)
+            out.write(chunk)
+    if digest.hexdigest() != expected:
+        raise CorruptArtifact(
+            f"artifact {manifest.digest}: member {info.filename} has sha256 {digest.hexdigest()}, "
+            f"expected {expected}",
+            digest=manifest.digest,
+        )
+    path.chmod(0o700)
+
+
+def opened() -> int:
+    """How many artifacts this process has open."""
+    return len(_opened)

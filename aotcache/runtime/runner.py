@@ -1,0 +1,203 @@
+"""Runs AOTInductor libraries through their C interface, without the GIL and without a tracer.
+
+torch's own loader holds the GIL while a graph runs and checks nothing. Here a
+library is opened once per process; each thread gets a small container of its own
+and calls `...RunSingleThreaded`, which never waits for another thread. `...Run` is
+never called: on a shared container it can hang the others after an error in one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aotcache.errors import CallRefused, RejectedArtifact
+
+# private torch names, tried on 2.13.0
+_to_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+_from_handles = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+_CREATE = "AOTInductorModelContainerCreateWithDevice"
+_DELETE = "AOTInductorModelContainerDelete"
+_RUN = "AOTInductorModelContainerRunSingleThreaded"
+_INPUTS = "AOTInductorModelContainerGetNumInputs"
+_OUTPUTS = "AOTInductorModelContainerGetNumOutputs"
+_LAST_ERROR = "AOTInductorGetLastError"
+
+
+class _Container:
+    """One thread's container on one device, with the arrays its calls reuse."""
+
+    __slots__ = ("_delete", "handle", "inputs", "outputs")
+
+    def __init__(self, library: Library, device: str) -> None:
+        handle = ctypes.c_void_p()
+        code = library.create(ctypes.byref(handle), 1, device.encode(), None)
+        if code:
+            raise RejectedArtifact(
+                f"{library.path}: a container for {device} could not be made: {library.last_error()}",
+                path=str(library.path),
+            )
+        self.handle = handle
+        self._delete = library.delete
+        self.inputs = (ctypes.c_void_p * library.inputs)()
+        self.outputs = (ctypes.c_void_p * library.outputs)()
+
+    def __del__(self) -> None:
+        # Ends with the thread that made it: its thread-local dictionary goes.
+        self._delete(self.handle)
+
+
+class Library:
+    """One AOTInductor library, open for the life of the process.
+
+    Thread-safe. Opening it runs its code: callers have verified it.
+
+    Args:
+        path: The `.so`.
+        inputs, outputs: How many tensors its manifest says it takes and returns.
+
+    Raises:
+        RejectedArtifact: it cannot be opened, or is not what the manifest says.
+    """
+
+    def __init__(self, path: Path, *, inputs: int, outputs: int) -> None:
+        self.path = path
+        self.inputs = inputs
+        self.outputs = outputs
+        try:
+            library = ctypes.CDLL(str(path))
+            self.create = library[_CREATE]
+            self.delete = library[_DELETE]
+            self._run = library[_RUN]
+            self._error = library[_LAST_ERROR]
+            counts = [library[_INPUTS], library[_OUTPUTS]]
+        except (OSError, AttributeError) as error:
+            hint = ""
+            if "failed to map segment" in str(error) or "Operation not permitted" in str(error):
+                hint = "; its folder may be mounted noexec: set AOTCACHE_HOME to a place that is not"
+            raise RejectedArtifact(f"{path} cannot be opened: {error}{hint}", path=str(path)) from error
+        for function in (self.create, self.delete, self._run, *counts):
+            function.restype = ctypes.c_int
+        self.create.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_char_p]
+        self.delete.argtypes = [ctypes.c_void_p]
+        self._run.argtypes = [
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
+            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p,
+        ]  # fmt: skip
+        self._local = threading.local()
+        container = self._container(torch.device("cpu") if self._is_cpu() else torch.device("cuda"))
+        found = []
+        for count in counts:
+            count.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)]
+            size = ctypes.c_size_t()
+            count(container.handle, ctypes.byref(size))
+            found.append(size.value)
+        if found != [inputs, outputs]:
+            raise RejectedArtifact(
+                f"{path} takes {found[0]} tensors and returns {found[1]}; its manifest says {inputs} and {outputs}",
+                path=str(path), expected=(inputs, outputs), found=tuple(found),
+            )
+
+    def _is_cpu(self) -> bool:
+        return "libcuda.so.1" not in _needed(self.path)
+
+    def _container(self, device: torch.device) -> _Container:
+        containers: dict[torch.device, _Container] | None = getattr(self._local, "containers", None)
+        if containers is None:
+            # Initialises torch's thread count here: set_num_threads reaches a new thread only then.
+            torch.get_num_threads()
+            containers = self._local.containers = {}
+        container = containers.get(device)
+        if container is None:
+            container = containers[device] = _Container(self, str(device))
+        return container
+
+    def last_error(self) -> str:
+        """What the library said of its last failure in this thread."""
+        message = ctypes.c_char_p()
+        if self._error(ctypes.byref(message)) or not message.value:
+            return "no message"
+        return message.value.decode(errors="replace")
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run the graph in this thread, the GIL released.
+
+        Args:
+            tensors: As many as `inputs`, as the guards of the caller have checked.
+
+        Returns:
+            As many tensors as `outputs`; None where the graph returns nothing.
+
+        Raises:
+            CallRefused: the library reports an error. Other threads are not affected.
+        """
+        device = tensors[0].device if tensors else torch.device("cpu")
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                return self._run_on(tensors, device, torch.cuda.current_stream(device).cuda_stream)
+        return self._run_on(tensors, device, None)
+
+    def _run_on(
+        self, tensors: Sequence[torch.Tensor], device: torch.device, stream: int | None
+    ) -> list[torch.Tensor | None]:
+        if len(tensors) != self.inputs:
+            raise CallRefused(
+                f"{self.path.name} takes {self.inputs} tensors, found {len(tensors)}",
+                expected=self.inputs, found=len(tensors),
+            )
+        container = self._container(device)
+        inputs, outputs = container.inputs, container.outputs
+        # The library takes over the handles that it is given, and frees them.
+        for i, capsule in enumerate(_to_handles(list(tensors))):
+            inputs[i] = _pointer_of(capsule, None)
+        code = self._run(container.handle, inputs, self.inputs, outputs, self.outputs, stream, None)
+        if code:
+            raise CallRefused(
+                f"{self.path.name} failed: {self.last_error()}", path=str(self.path),
+            )
+        handles = [outputs[i] for i in range(self.outputs)]
+        made = iter(_from_handles([_new_capsule(h, None, None) for h in handles if h]))
+        return [next(made) if h else None for h in handles]
+
+
+class PackageRunner:
+    """Runs one member of an archive through torch's own loader.
+
+    For graphs that call operators through the proxy executor. It holds the GIL while
+    the graph runs. Thread-safe, one call at a time.
+    """
+
+    def __init__(self, archive: Path, member: str, *, inputs: int, outputs: int) -> None:
+        self.path = archive
+        self.inputs = inputs
+        self.outputs = outputs
+        self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(archive), member, False, 1, -1)
+        self._lock = threading.Lock()
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """As `Library.run`."""
+        with self._lock:
+            found = self._loader.boxed_run(list(tensors))
+        return list(found)
+
+
+Runner = Library | PackageRunner
+
+
+def _needed(path: Path) -> frozenset[str]:
+    """Which CUDA libraries the file names; a plain search, since the names stand in it as text."""
+    data = path.read_bytes()
+    return frozenset(name for name in ("libcuda.so.1",) if name.encode() in data)
