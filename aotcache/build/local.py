@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from aotcache import host
 from aotcache.build.plan import Cell, Plan, Row, make_plan
+from aotcache.compat import cpu_level_features
 from aotcache.compile.sandbox import Sandbox
 from aotcache.config import Settings
 from aotcache.errors import AotcacheError, ConfigError, StoreError
@@ -358,6 +359,9 @@ def _session(
     if targets is not None:
         loaded = replace(loaded, archs=tuple(targets))
     wanted = list(loaded.targets(host.host_target))
+    for target in wanted:
+        if target.device == "cpu":
+            cpu_level_features(target.arch)  # a level that nobody defined is wrong before anything runs
     make_dirs(config.home, 0o700)
     staging = Path(tempfile.mkdtemp(prefix="warm-", dir=config.home))
     try:
