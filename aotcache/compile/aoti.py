@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from aotcache.compile.graphs import replaced
+from aotcache.compile.graphs import no_autocast, output_nodes, replaced
 from aotcache.compile.host_contract import cpu_level
 from aotcache.compile.pair import example_inputs
 from aotcache.compile.rewrite import own_constants
@@ -223,6 +224,8 @@ def compile_pair(
     flags = [
         f"march={_LEVELS[cpu_level(target)].march}",
         f"ffile-prefix-map={_include_folder()}={_TORCH_ROOT}",
+        # The library as it is: its build id would differ with the folder it was built in.
+        "Wl,--build-id=none",
         "s",
     ]
     packed: dict[str, list[str]] = {}
@@ -236,9 +239,11 @@ def compile_pair(
         out.mkdir(parents=True, exist_ok=True)
         try:
             inputs = example_inputs(module)
-            with torch.no_grad(), _only(cpu_level(target), flags):
+            with torch.no_grad(), no_autocast(), _only(cpu_level(target), flags):
                 files = _aot_compile(
-                    own_constants(module, inputs), inputs, wanted | {"aot_inductor.output_path": str(out)}
+                    _with_call_spec(own_constants(module, inputs), inputs),
+                    inputs,
+                    wanted | {"aot_inductor.output_path": str(out)},
                 )
         except CompileFailed:
             raise
@@ -255,6 +260,14 @@ def compile_pair(
     archive, members = _pack(packed, workdir)
     data = archive.read_bytes()
     return CompiledArchive(archive, sha256(data), len(data), members, tuple(libraries), runner)
+
+
+def _with_call_spec(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Tells AOTInductor that a graph takes and returns flat tuples, which torch's loader asks for."""
+    if type(module.graph._codegen) is fx.graph.CodeGen:
+        module._in_spec = pytree.tree_structure((tuple(inputs), {}))
+        module._out_spec = pytree.tree_structure(tuple(output_nodes(module.graph)))
+    return module
 
 
 def _keep(name: str, files: Sequence[str], workdir: Path) -> tuple[list[Path], bool]:

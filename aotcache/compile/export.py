@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +18,15 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from aotcache.compile.graphs import (
+    AUTOCAST_DEVICES,
     argument_of,
     blank,
     call_nodes,
     error_line,
     is_library,
+    maker,
     memory_use,
+    no_autocast,
     operator_name,
     output_nodes,
     replaced,
@@ -78,14 +81,27 @@ FlatCall = Callable[..., "tuple[torch.Tensor | None, ...]"]
 
 
 class _Flat(nn.Module):
-    """What `torch.export` wants: a module. It owns nothing."""
+    """What `torch.export` wants: a module. It owns nothing.
+
+    Autocast is entered inside. Around the export it would shape the metadata and leave
+    no trace in the program, and the next step would take everything for float32.
+    """
 
     def __init__(self, fn: FlatCall) -> None:
         super().__init__()
         self.fn = fn
+        self.autocast = [
+            (device, torch.get_autocast_dtype(device))
+            for device in AUTOCAST_DEVICES
+            if torch.is_autocast_enabled(device)
+        ]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        return self.fn(*tensors)
+        with ExitStack() as stack:
+            for device, dtype in self.autocast:
+                # The cache of cast weights would keep traced tensors beyond the trace.
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+            return self.fn(*tensors)
 
 
 def fresh_examples(examples: Sequence[torch.Tensor], *, train: bool) -> tuple[torch.Tensor, ...]:
@@ -109,8 +125,9 @@ def export_flat(
 ) -> ExportedProgram:
     """Exports a flat call with static shapes.
 
-    Runs `fn` once, under export. The caller holds what the call runs under (autocast,
-    determinism); only the grad mode is set here, from `train`.
+    Runs `fn` once, under export. The caller holds what the call runs under: autocast
+    becomes part of the program, the rest acts on the trace. Only the grad mode is set
+    here, from `train`.
 
     Args:
         fn: The call. Its result may hold None, which gets no output slot.
@@ -131,8 +148,9 @@ def export_flat(
     inputs = fresh_examples(examples, train=train)
     where = f"region {region!r}"
     try:
-        with torch.set_grad_enabled(train), _all_user_frames():
-            program = torch.export.export(_Flat(fn), inputs, strict=False)
+        flat = _Flat(fn)
+        with torch.set_grad_enabled(train), no_autocast(), _all_user_frames():
+            program = torch.export.export(flat, inputs, strict=False)
     except _data_dependent_errors() as error:
         raise UnsupportedGraph(
             f"{where}: control flow or a shape depends on a tensor's values, at {_at(error_line(error))}: "
@@ -201,7 +219,7 @@ def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: 
     for position, node in use.written:
         raise _refuse(
             region,
-            _writer(node),
+            node,
             f"{label[position]} is changed in place",
             "Compute a new tensor instead, or leave this part out of the region",
         )
@@ -209,7 +227,7 @@ def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: 
         itself = outputs[output].op == "placeholder"
         raise _refuse(
             region,
-            outputs[output],
+            maker(outputs[output]),
             f"output {output} is {label[position]} itself"
             if itself
             else f"output {output} shares memory with {label[position]}, made",
@@ -218,25 +236,10 @@ def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: 
     for output, earlier in use.output_of_output.items():
         raise _refuse(
             region,
-            outputs[output],
+            maker(outputs[output]),
             f"outputs {earlier} and {output} share memory, made",
             "Return a copy of one of them (`.clone()`)",
         )
-
-
-def _writer(node: fx.Node) -> fx.Node:
-    """The operator inside a wrapping node that writes; the node itself if it wraps none."""
-    owner = node.graph.owning_module
-    if isinstance(node.target, torch._ops.OpOverload) or owner is None:
-        return node
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr" and isinstance(
-            inner := getattr(owner, str(argument.target), None), fx.GraphModule
-        ):
-            for child in call_nodes(inner):
-                if isinstance(child.target, torch._ops.OpOverload) and child.target._schema.is_mutable:
-                    return child
-    return node
 
 
 def _refuse_random(node: fx.Node, region: str) -> None:

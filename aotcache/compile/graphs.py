@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +36,18 @@ def _version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def _is_block(target: Any) -> bool:
+    """Whether a target runs a nested graph as it stands, under another grad mode or autocast."""
+    return isinstance(target, torch._ops.HigherOrderOperator) and target_name(target) in (
+        "wrap_with_set_grad_enabled",
+        "wrap_with_autocast",
+    )
+
+
 # end of private torch names
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+"""Device types whose autocast a region may run under."""
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -88,6 +99,16 @@ def _nested(node: fx.Node) -> Iterator[fx.GraphModule]:
                 yield value
 
 
+def maker(node: fx.Node) -> fx.Node:
+    """The node that computes what `node` hands on out of nested blocks."""
+    if node.op == "call_function" and _callable_name(node.target) == "getitem":  # type: ignore[arg-type]
+        block, index = node.args
+        if isinstance(block, fx.Node) and isinstance(index, int) and _is_block(block.target):
+            for inner in _nested(block):
+                return maker(output_nodes(inner.graph)[index])
+    return node
+
+
 def attribute(module: torch.nn.Module, path: str) -> Any:
     """The attribute at a dotted path."""
     value: Any = module
@@ -122,6 +143,20 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Autocast off, whatever the caller runs under.
+
+    What it casts is in the graph once the graph is exported. Applied again, it would
+    cast in the backward, which eager autograd runs without it.
+    """
+    with ExitStack() as stack:
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.amp.autocast(device, enabled=False))
+        yield
 
 
 def _callable_name(target: Callable[..., Any]) -> str:
@@ -225,6 +260,14 @@ class _Watch(fx.Interpreter):
         self._inputs = inputs
         self._use = use
         self._versions = [_version(t) for t in inputs]
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_block(target):
+            # Watched from inside, so that the operator that writes is found, not its block.
+            args = tuple(
+                _Watch(a, self._inputs, self._use).run if isinstance(a, fx.GraphModule) else a for a in args
+            )
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

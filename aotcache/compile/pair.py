@@ -23,7 +23,15 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from aotcache.compile.graphs import attribute, blank, memory_use, output_nodes, view_root, write_values
+from aotcache.compile.graphs import (
+    attribute,
+    blank,
+    memory_use,
+    no_autocast,
+    output_nodes,
+    view_root,
+    write_values,
+)
 from aotcache.compile.rewrite import assert_logsumexp, require_logsumexp, rewrite_scatters
 from aotcache.errors import CompileFailed, UnsupportedGraph
 from aotcache.manifest import OutputSlot, PairContract
@@ -98,7 +106,8 @@ def example_inputs(module: fx.GraphModule) -> tuple[torch.Tensor, ...]:
 
 def infer_graph(program: ExportedProgram) -> Pair:
     """The forward of a program exported without gradients, functional and alone."""
-    functional = program.run_decompositions({})
+    with no_autocast():
+        functional = program.run_decompositions({})
     values = [n for n in output_nodes(functional.graph) if n is not None]
     slots = tuple(_slot(n.meta["val"], differentiable=False) for n in values)
     module = functional.module(check_guards=False)
@@ -133,8 +142,7 @@ def make_pair(
             "Build it in mode infer",
             region=region,
         )
-    with ExitStack() as stack, torch.enable_grad():
-        stack.enter_context(_no_autocast(examples))
+    with ExitStack() as stack, torch.enable_grad(), no_autocast():
         try:
             joint = _joint_graph(stack, module, examples)
         except Exception as error:
@@ -144,12 +152,6 @@ def make_pair(
                 region=region,
             ) from error
         return _split(joint, region, memory_budget)
-
-
-def _no_autocast(examples: Sequence[torch.Tensor]) -> Any:
-    """Casts are in the exported program; applied again, the backward would get casts of its own."""
-    device = examples[0].device.type if examples else "cpu"
-    return torch.amp.autocast(device, enabled=False)
 
 
 def _return_only(module: fx.GraphModule, values: list[fx.Node]) -> None:
@@ -185,6 +187,12 @@ def _split(joint: fx.GraphModule, region: str, memory_budget: float) -> Pair:
     if unknown or None in tangents:
         raise CompileFailed(
             f"region {region!r}: unexpected slots in the joint graph: {described}", region=region
+        )
+    if not tangents:
+        raise UnsupportedGraph(
+            f"region {region!r}: no output depends on an input that needs a gradient, so there is no backward "
+            "to compile. Build it in mode infer",
+            region=region,
         )
     forward, backward = _partition(joint, count, memory_budget)
     assert_logsumexp(forward)

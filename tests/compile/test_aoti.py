@@ -1,0 +1,172 @@
+"""Archives, run by torch's own loader, against eager float64; and what must not be in them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.package import load_package
+
+from aotcache.compat import CPU_LEVELS
+from aotcache.compile.aoti import compiler_version, inductor_options
+from aotcache.errors import ConfigError
+from aotcache.host import cpu_features
+from aotcache.types import Target, sha256
+from tests.compile.conftest import Made, pattern
+from tests.compile.flat import assert_close, block, block_examples, reference, run_contract
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def _instructions(made: Made) -> str:
+    return "".join(
+        subprocess.run(
+            ["objdump", "-d", "--no-show-raw-insn", str(library)], capture_output=True, text=True, check=True
+        ).stdout
+        for library in made.libraries()
+    )
+
+
+def test_a_pair_equals_eager_in_torchs_own_loader(trained: Made) -> None:
+    contract = trained.prepared.pair
+    assert contract is not None
+    forward = load_package(str(trained.archive), "forward")
+    backward = load_package(str(trained.archive), "backward")
+    for seed in (1, 2):
+        inputs = block_examples(train=True, seed=seed)
+        tangents = [
+            torch.randn(trained.prepared.outputs[i].shape, generator=torch.Generator().manual_seed(seed + i))
+            for i in contract.tangents
+        ]
+        outputs, grads = run_contract(
+            contract,
+            len(trained.prepared.outputs),
+            lambda ts: forward(*ts),
+            lambda ts: backward(*ts),
+            inputs,
+            tangents,
+        )
+        want_outputs, want_grads = reference(block, inputs, tangents)
+        for i, (got, want, slot) in enumerate(
+            zip(outputs, want_outputs, trained.prepared.outputs, strict=True)
+        ):
+            assert_close(got, want, f"output {i}")
+            assert got.stride() == slot.stride
+        for i, (grad, ref) in enumerate(zip(grads, want_grads, strict=True)):
+            assert_close(grad, ref, f"gradient {i}", bound=1e-4)
+
+
+def test_no_result_shares_memory_with_another_or_with_an_input(trained: Made) -> None:
+    contract = trained.prepared.pair
+    assert contract is not None
+    inputs = [t.detach() for t in trained.examples]
+    with torch.no_grad():
+        results = load_package(str(trained.archive), "forward")(*inputs)
+        taken: list[Any] = [
+            *(inputs[i] for i in contract.saved_inputs),
+            *(results[i] for i in contract.saved_outputs),
+            *results[len(trained.prepared.outputs) :],
+            *(torch.ones_like(results[i]) for i in contract.tangents),
+        ]
+        grads = load_package(str(trained.archive), "backward")(*taken)
+    for made, given in ((results, inputs), (grads, taken)):
+        storages = [t.untyped_storage().data_ptr() for t in made]
+        assert len(set(storages)) == len(storages)
+        assert not set(storages) & {t.untyped_storage().data_ptr() for t in given}
+
+
+def test_an_avx2_archive_has_no_wider_instruction_and_uses_avx2(trained: Made) -> None:
+    code = _instructions(trained)
+    assert "%ymm" in code
+    assert not re.search(r"%zmm|%k[1-7]\b|%[xy]mm(1[6-9]|2\d|3[01])|\btile|vdpbf16|vpdpb", code)
+
+
+def test_an_avx512_archive_has_nothing_beyond_its_level(wide: tuple[Made, Made]) -> None:
+    code = _instructions(wide[0])
+    assert "%zmm" in code
+    assert not re.search(r"%tmm|\bt(dp|ile)|vdpbf16ps|vcvtne2?ps2?bf16|vpdpbusd", code)
+
+
+def test_an_avx512_archive_runs_where_it_can(wide: tuple[Made, Made]) -> None:
+    if not set(CPU_LEVELS["x86_64-avx512"]) <= cpu_features():
+        pytest.skip("this host has no AVX512")
+    x = wide[0].examples[0]
+    (got,) = load_package(str(wide[0].archive), "forward")(x)
+    want = (x.bfloat16() @ x.t().bfloat16()).double().exp().cumsum(0)
+    assert_close(got, want, "output", bound=2e-2)
+
+
+def test_the_same_graph_gives_the_same_bytes(wide: tuple[Made, Made]) -> None:
+    assert wide[0].prepared.content == wide[1].prepared.content
+    assert wide[0].built.members == wide[1].built.members
+    assert wide[0].built.digest == wide[1].built.digest
+
+
+def test_a_builder_of_one_thread_makes_parallel_kernels(trained: Made) -> None:
+    text = "".join(
+        subprocess.run(["objdump", "-T", str(library)], capture_output=True, text=True, check=True).stdout
+        for library in trained.libraries()
+    )
+    assert "GOMP_parallel" in text
+
+
+def test_an_archive_holds_libraries_and_metadata_and_nothing_else(trained: Made) -> None:
+    names = {name.partition("/")[2] for name in trained.built.members}
+    assert {n for n in names if n.startswith("data/")} == {
+        f"data/aotinductor/{g}/{g}.wrapper{end}"
+        for g in ("forward", "backward")
+        for end in (".so", "_metadata.json")
+    }
+    for name, digest in trained.built.members.items():
+        assert sha256((trained.unpacked / name).read_bytes()) == digest
+    data = trained.archive.read_bytes()
+    assert (trained.built.digest, trained.built.size) == (sha256(data), len(data))
+    # The same pair packed by torch alone, with its sources and symbols, takes several megabytes.
+    assert len(data) < 400_000
+
+
+def test_an_archive_holds_no_weights_and_no_paths(trained: Made) -> None:
+    weights = pattern(trained.examples[1].shape).numpy().tobytes()
+    home = str(trained.archive.parent).encode()
+    for path in trained.unpacked.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert weights[:256] not in data
+            assert home not in data
+            for text in re.findall(rb"[\x20-\x7e]{6,}", data):
+                assert not re.match(rb"/(?!(lib|usr|proc|sys)\b)[\w.-]+/[\w.-]+/", text), text
+    for library in trained.libraries():
+        sections = subprocess.run(
+            ["objdump", "-h", str(library)], capture_output=True, text=True, check=True
+        ).stdout
+        assert ".symtab" not in sections
+        assert ".debug" not in sections
+
+
+def test_the_native_runner_is_chosen_unless_an_operator_needs_torchs(trained: Made, operators: Made) -> None:
+    assert trained.built.runner == "native"
+    assert operators.built.runner == "torch"
+
+
+def test_a_custom_operator_runs_in_torchs_own_loader(operators: Made) -> None:
+    x = torch.randn(3, 4)
+    (got,) = load_package(str(operators.archive), "forward")(x)
+    want = (2 * x.double()) / (1 + (2 * x.double()).abs()) + 1
+    assert got.dtype == torch.float64
+    assert_close(got, want, "output")
+
+
+def test_an_unknown_level_is_refused_with_those_that_can_be_built() -> None:
+    with pytest.raises(ConfigError, match=r"cpu:riscv64-v .*cpu:x86_64-avx2"):
+        inductor_options(Target("cpu", "riscv64-v"), {})
+
+
+def test_the_compiler_says_what_it_is() -> None:
+    assert re.search(r"\d+\.\d+", compiler_version())

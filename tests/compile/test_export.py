@@ -1,0 +1,162 @@
+"""What export takes and what it refuses, and that a refusal names the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from aotcache.compile.export import export_flat, fresh_examples
+from aotcache.compile.graphs import output_nodes
+from aotcache.errors import CompileFailed, UnsupportedGraph
+from tests.compile.flat import line_of
+
+
+def _bump(x: torch.Tensor) -> torch.Tensor:
+    return x.add_(1)  # here
+
+
+def in_place_in_a_helper(x):
+    y = x * 2
+    _bump(x)
+    return (y,)
+
+
+def in_place_through_a_view(x):
+    with torch.no_grad():
+        x.view(-1)[1:].mul_(2)  # here
+    return (x * 2,)
+
+
+def dropout(x):
+    return (F.dropout(x, 0.1) * 2,)  # here
+
+
+def random_without_gradient(x):
+    with torch.no_grad():
+        noise = torch.rand_like(x)  # here
+    return (x + noise,)
+
+
+def attention_with_dropout(x):
+    q = x.view(1, 1, 3, 3)
+    return (F.scaled_dot_product_attention(q, q, q, dropout_p=0.5),)  # here
+
+
+def view_of_an_input(x):
+    y = x * 2
+    return y, x.reshape(-1)[1:]  # here
+
+
+def two_views_of_one_tensor(x):
+    y = x * 2
+    return y, y.t()  # here
+
+
+def branch_on_a_value(x):
+    if x.sum() > 0:  # here
+        return (x + 1,)
+    return (x * 2,)
+
+
+def size_from_a_value(x):
+    return (x.nonzero(),)  # here
+
+
+REFUSED = [
+    (in_place_in_a_helper, _bump, "x is changed in place by aten.add_.Tensor"),
+    (in_place_through_a_view, None, "x is changed in place by aten.mul_.Tensor"),
+    (dropout, None, "random numbers are drawn by aten.dropout"),
+    (random_without_gradient, None, "random numbers are drawn by aten.rand_like"),
+    (attention_with_dropout, None, "random numbers are drawn by aten.scaled_dot_product_attention"),
+    (view_of_an_input, None, "output 1 shares memory with x, made by aten.slice"),
+    (two_views_of_one_tensor, None, "outputs 0 and 1 share memory"),
+    (branch_on_a_value, None, "depends on a tensor's values"),
+    (size_from_a_value, None, "depends on a tensor's values"),
+]
+
+
+@pytest.mark.parametrize(("fn", "where", "what"), REFUSED, ids=lambda v: getattr(v, "__name__", ""))
+def test_unsupported_call_is_refused_with_region_operator_and_line(
+    fn: Callable[..., Any], where: Callable[..., Any] | None, what: str
+) -> None:
+    with pytest.raises(UnsupportedGraph) as refused:
+        export_flat(fn, [torch.randn(3, 3)], ["x"], region="layers.0", train=False)
+    text = str(refused.value)
+    assert "'layers.0'" in text
+    assert what in text
+    assert f"{line_of(where or fn)}." in text or f"{line_of(where or fn)}:" in text
+    assert refused.value.details["line"] == line_of(where or fn)
+
+
+@pytest.mark.parametrize("fn", [in_place_in_a_helper, dropout, view_of_an_input, two_views_of_one_tensor])
+def test_training_call_is_refused_alike(fn: Callable[..., Any]) -> None:
+    where = _bump if fn is in_place_in_a_helper else fn
+    with pytest.raises(UnsupportedGraph) as refused:
+        export_flat(fn, [torch.randn(3, 3, requires_grad=True)], ["x"], region="r", train=True)
+    assert refused.value.details["line"] == line_of(where)
+
+
+def test_refusals_look_into_blocks_under_another_autocast_or_grad_mode() -> None:
+    for fn, where in ((in_place_in_a_helper, _bump), (two_views_of_one_tensor, two_views_of_one_tensor)):
+        with pytest.raises(UnsupportedGraph) as refused, torch.autocast("cpu", torch.bfloat16):
+            export_flat(fn, [torch.randn(3, 3)], ["x"], region="r", train=False)
+        assert refused.value.details["line"] == line_of(where)
+
+
+def test_returning_an_input_or_something_else_than_a_tensor_is_refused() -> None:
+    x = torch.randn(3)
+    with pytest.raises(UnsupportedGraph, match="output 1 is x itself"):
+        export_flat(lambda x: (x + 1, x), [x], ["x"], region="r", train=False)
+    with pytest.raises(UnsupportedGraph, match="output 1 is int 3"):
+        export_flat(lambda x: (x + 1, 3), [x], ["x"], region="r", train=False)  # type: ignore[arg-type, return-value]
+
+
+def test_an_error_of_the_model_is_reported_with_its_line() -> None:
+    def broken(x):
+        raise ValueError("no such head")  # here
+
+    with pytest.raises(CompileFailed, match="ValueError: no such head") as failed:
+        export_flat(broken, [torch.randn(3)], ["x"], region="r", train=False)
+    assert failed.value.details["line"] == line_of(broken)
+
+
+def test_writes_to_own_tensors_and_switched_off_dropout_are_taken() -> None:
+    def fine(x):
+        y = x * 2
+        y.add_(1)
+        y[0] = 0
+        y = F.dropout(F.dropout(y, 0.0), 0.5, training=False)
+        q = y.view(1, 1, 3, 3)
+        return F.scaled_dot_product_attention(q, q, q), None
+
+    program = export_flat(fine, [torch.randn(3, 3)], ["x"], region="r", train=False)
+    assert len([n for n in output_nodes(program.graph) if n is not None]) == 1
+
+
+def test_examples_become_fresh_tensors_of_the_same_layout() -> None:
+    base = torch.randn(4, 6)
+    given = [
+        base.t(),
+        base[1:, ::2],
+        torch.randn(3, 1).expand(3, 5),
+        torch.arange(6).view(2, 3),
+        torch.randn(2, requires_grad=True),
+        torch.empty(2, 3, device="meta").t(),
+    ]
+    with FakeTensorMode():
+        given.append(torch.empty(3, 2))
+    fresh = fresh_examples(given, train=True)
+    for old, new in zip(given, fresh, strict=True):
+        assert type(new) is torch.Tensor
+        assert new._base is None
+        assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
+        assert new.requires_grad == old.requires_grad
+    for old, new in zip(given[:5], fresh, strict=False):
+        assert torch.equal(old, new)
+        assert old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr()
+    assert not any(t.requires_grad for t in fresh_examples(given, train=False))
