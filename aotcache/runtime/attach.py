@@ -88,6 +88,7 @@ class Attachment:
             )
         record = make_record(call, answer.executable)
         self.records.add(record)
+        self.handle.counters.served(self.name, answer.executable.manifest.runner)
         self.handle.counters.hit(self.name)
         return record.execute(call.tensors)
 

@@ -39,6 +39,11 @@ class Stats:
         with self._lock:
             self._eager[region] += 1
 
+    def served(self, region: str, runner: str) -> None:
+        """An artifact was chosen for calls of a region, opened now or by somebody before."""
+        with self._lock:
+            self._runners[region] = runner
+
     def loaded(self, region: str, seconds: float, size: int, runner: str) -> None:
         """An artifact was opened: seconds it took, bytes of its archive, who runs it."""
         with self._lock:

@@ -8,6 +8,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
+def unrelated(x: torch.Tensor) -> torch.Tensor:
+    """What is traced."""
+    return (x.sin() ** 3).cumsum(0).relu()
+
+
 class Tracer:
     """Traces unrelated functions with `make_fx` from the start of the `with` block to its end.
 
@@ -34,11 +39,6 @@ class Tracer:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            power = self.traces % 5
-
-            def unrelated(x: torch.Tensor, power: int = power) -> torch.Tensor:
-                return (x.sin() ** power).cumsum(0).relu()
-
             try:
                 make_fx(unrelated)(torch.ones(8))
                 self.traces += 1

@@ -101,10 +101,16 @@ class Trainer:
         )
 
 
+def build(spec: Spec) -> torch.nn.Module:
+    """A replica of the spec's drafter."""
+    model: torch.nn.Module = spec.resolve_factory()(**spec.drafter.kwargs)
+    return model
+
+
 def largest_error(spec: Spec, trainers: list[Trainer]) -> float:
     """The largest difference of any kept gradient from eager's, over eager's largest entry."""
     worst = 0.0
-    model = spec.build_model()
+    model = build(spec)
     for kept in (kept for trainer in trainers for kept in trainer.kept):
         model.load_state_dict(kept.weights, strict=False)
         model.zero_grad()
@@ -134,9 +140,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     spec = aotcache.load_spec(wanted.spec)
-    batches = [spec.make_batch(bucket, torch.device("cpu")) for bucket in spec.ladder() for _ in range(POOL)]
+    make_batch = spec.resolve_batch()
+    batches = [make_batch(bucket, torch.device("cpu")) for bucket in spec.cells() for _ in range(POOL)]
     trainers = [
-        Trainer(spec.build_model(), spec, wanted.store, batches, wanted.steps, random.Random(i))
+        Trainer(build(spec), spec, wanted.store, batches, wanted.steps, random.Random(i))
         for i in range(wanted.threads)
     ]
     with Tracer() as tracer:
