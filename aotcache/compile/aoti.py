@@ -90,7 +90,7 @@ def _only(level: str, flags: Sequence[str]) -> Iterator[None]:
 
     def with_flags(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
         compile_flags, link_flags = original(*args, **kwargs)
-        return [*compile_flags, *flags], link_flags
+        return [*compile_flags, *flags], [*link_flags, *_LINK_FLAGS]
 
     with ExitStack() as stack:
         stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: units))
@@ -133,6 +133,9 @@ _LEVELS = {
 
 _TORCH_ROOT = "torch/include"
 """What torch's include folder is called in messages of the compiled code."""
+
+_LINK_FLAGS = ("s", "Wl,--build-id=none")
+"""No symbols, and no build id, which would differ with the folder that a library was built in."""
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -224,9 +227,6 @@ def compile_pair(
     flags = [
         f"march={_LEVELS[cpu_level(target)].march}",
         f"ffile-prefix-map={_include_folder()}={_TORCH_ROOT}",
-        # The library as it is: its build id would differ with the folder it was built in.
-        "Wl,--build-id=none",
-        "s",
     ]
     packed: dict[str, list[str]] = {}
     libraries: list[Path] = []

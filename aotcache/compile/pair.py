@@ -190,8 +190,8 @@ def _split(joint: fx.GraphModule, region: str, memory_budget: float) -> Pair:
         )
     if not tangents:
         raise UnsupportedGraph(
-            f"region {region!r}: no output depends on an input that needs a gradient, so there is no backward "
-            "to compile. Build it in mode infer",
+            f"region {region!r}: no output depends on an input that needs a gradient, so there is no "
+            "backward to compile. Build it in mode infer",
             region=region,
         )
     forward, backward = _partition(joint, count, memory_budget)
