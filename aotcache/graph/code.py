@@ -19,7 +19,10 @@ from types import CodeType
 
 _LOAD_GLOBAL = {dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME") if name in dis.opmap}
 _LOAD_ATTR = {dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD") if name in dis.opmap}
-_IMPORT_FROM = {dis.opmap[name] for name in ("IMPORT_NAME",) if name in dis.opmap}
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
+_LOAD_CONST = dis.opmap["LOAD_CONST"]
+_NO_EFFECT = {dis.opmap[name] for name in ("PRECALL",) if name in dis.opmap}
+_CALLS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION") if name in dis.opmap}
 _GLOBAL_SHIFT = 1 if sys.version_info >= (3, 11) else 0
 _ATTR_SHIFT = 1 if sys.version_info >= (3, 12) else 0
 _DYNAMIC = frozenset({"vars", "__dict__", "globals", "locals", "eval", "exec", "__getattribute__"})
@@ -33,7 +36,8 @@ class CodeFacts:
         digest: sha256 over the code, without file names and line numbers.
         chains: Reads that start at a global: `("F", "silu")` for `F.silu`.
         names: Every attribute, global and string constant that could name an attribute.
-        imports: Modules imported inside the function.
+        imports: Modules imported inside the function, each with what is taken out of it;
+            nothing for a plain `import`. A relative name keeps its leading dots.
         dynamic: Whether it can read attributes whose names do not stand in it.
         files: Source files of the code.
     """
@@ -41,7 +45,7 @@ class CodeFacts:
     digest: str
     chains: tuple[tuple[str, ...], ...]
     names: frozenset[str]
-    imports: tuple[str, ...]
+    imports: tuple[tuple[str, tuple[str, ...]], ...]
     dynamic: bool
     files: tuple[str, ...]
 
@@ -51,7 +55,8 @@ def _facts(code: CodeType, _identity: int) -> CodeFacts:
     digest = hashlib.sha256()
     chains: dict[tuple[str, ...], None] = {}
     names: set[str] = set()
-    imports: dict[str, None] = {}
+    imports: dict[tuple[str, tuple[str, ...]], None] = {}
+    dynamic = False
     files: dict[str, None] = {}
     for inner in _nested(code):
         _digest_into(digest, inner)
@@ -60,13 +65,14 @@ def _facts(code: CodeType, _identity: int) -> CodeFacts:
         names.update(inner.co_names)
         names.update(c for c in inner.co_consts if isinstance(c, str) and c.isidentifier())
         imports.update(dict.fromkeys(_imports(inner)))
+        dynamic = dynamic or _reads_by_made_up_name(inner)
         files[inner.co_filename] = None
     return CodeFacts(
         digest=digest.hexdigest(),
         chains=tuple(chains),
         names=frozenset(names),
         imports=tuple(imports),
-        dynamic=not _DYNAMIC.isdisjoint(names),
+        dynamic=dynamic or not _DYNAMIC.isdisjoint(names),
         files=tuple(files),
     )
 
@@ -151,10 +157,52 @@ def _chains(code: CodeType) -> Iterator[tuple[str, ...]]:
         yield tuple(chain)
 
 
-def _imports(code: CodeType) -> Iterator[str]:
-    for op, arg in _instructions(code):
-        if op in _IMPORT_FROM:
-            yield code.co_names[arg]
+def _imports(code: CodeType) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """`(module, names)` of every import statement in the code."""
+    instructions = list(_instructions(code))
+    for i, (op, arg) in enumerate(instructions):
+        if op != _IMPORT_NAME:
+            continue
+        level_op, level = instructions[i - 2]
+        dots = (code.co_consts[level] if level_op == _LOAD_CONST else level) or 0
+        fromlist = code.co_consts[instructions[i - 1][1]]
+        yield "." * dots + code.co_names[arg], tuple(fromlist or ())
+
+
+def _reads_by_made_up_name(code: CodeType) -> bool:
+    """Whether `getattr` is called with a name that is not a text in the code, or handed on."""
+    instructions = list(_instructions(code))
+    for i, (op, arg) in enumerate(instructions):
+        if op in _LOAD_GLOBAL:
+            shift = _GLOBAL_SHIFT if op == dis.opmap["LOAD_GLOBAL"] else 0
+            if code.co_names[arg >> shift] == "getattr" and not _named(code, instructions[i + 1 :]):
+                return True
+    return False
+
+
+def _named(code: CodeType, rest: list[tuple[int, int]]) -> bool:
+    """Whether what follows a `getattr` calls it, with a constant as the second argument.
+
+    Follows the depth of the stack; where a jump makes that wrong the answer is no.
+    """
+    depth = 0
+    constant = False
+    for op, arg in rest:
+        if op in _NO_EFFECT:
+            continue
+        if op in _CALLS and depth == arg and arg in (2, 3):
+            return constant
+        try:
+            effect = dis.stack_effect(op, arg if op >= dis.HAVE_ARGUMENT else None, jump=False)
+        except ValueError:
+            return False
+        before, depth = depth, depth + effect
+        if depth < 0 or (before < 2 and depth > 2):
+            return False
+        if depth == 2:
+            # The second argument is complete, or was made into something else.
+            constant = before == 1 and op == _LOAD_CONST and isinstance(code.co_consts[arg], str)
+    return False
 
 
 @lru_cache(maxsize=4096)

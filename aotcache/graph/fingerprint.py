@@ -14,8 +14,11 @@ attention functions, say) count with their own code and their file.
 
 from __future__ import annotations
 
+import argparse
 import enum
 import functools
+import importlib
+import importlib.util
 import io
 import logging
 import re
@@ -49,6 +52,16 @@ _HARMLESS = (
     type(threading.RLock()),
     weakref.ref,
 )
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace, Mapping)
+# What stands in a class and is neither code nor a value of the user's.
+_DESCRIPTORS = (
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.BuiltinFunctionType,
+)
 _ALWAYS = frozenset({"__init__", "__new__", "__call__", "__post_init__", "__getattr__", "__getitem__"})
 _MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
 
@@ -77,7 +90,8 @@ def plain(value: Any) -> str | None:
     if isinstance(value, torch.Size):
         return f"size:{tuple(value)}"
     if isinstance(value, enum.Enum):
-        return f"{kind.__module__}.{kind.__qualname__}.{value.name}"
+        inner = plain(value.value)
+        return f"{kind.__module__}.{kind.__qualname__}.{value.name}" + (f"={inner}" if inner else "")
     return None
 
 
@@ -124,10 +138,15 @@ class Walker:
             self.add(path, text)
             if type(value) is str:
                 self.texts.add(value)
+            if isinstance(value, enum.Enum) and origin(type(value)) not in ("torch", "stdlib"):
+                self._enum(path, value, deep)
             return
         if isinstance(value, torch.Tensor):
             raise self.fail(
-                path, value, "a tensor that export would bake in", "pass it as an input or register it as a buffer"
+                path,
+                value,
+                "a tensor that export would bake in",
+                "pass it as an input or register it as a buffer",
             )
         mark = self._seen.get(id(value))
         if mark is not None:
@@ -170,26 +189,45 @@ class Walker:
             self.add(path, f"opaque:{kind.__qualname__}")
         elif isinstance(value, torch.nn.Module):
             raise self.fail(
-                path, value, "a module outside the region whose weights export would bake in",
+                path,
+                value,
+                "a module outside the region whose weights export would bake in",
                 "register it as a submodule of the region, or choose a larger region",
             )
-        elif origin(kind) in ("torch", "stdlib") and not isinstance(value, types.SimpleNamespace | Mapping):
+        elif origin(kind) in ("torch", "stdlib") and not isinstance(value, _NAMESPACES):
             self._trusted_object(path, value)
         else:
             self.object(path, value, deep=deep)
 
+    def _enum(self, path: str, value: enum.Enum, deep: bool) -> None:
+        if id(value) not in self._seen:
+            self._seen[id(value)] = path
+            self._keep.append(value)
+            self.visit(f"{path}.__class__", type(value), deep=deep)
+            self.attributes(path, value, deep=deep, skip=frozenset({"_name_", "_value_", "__objclass__"}))
+
     def _trusted_object(self, path: str, value: Any) -> None:
         """An object of torch's or the standard library's: by its text, where that is a value."""
         kind = type(value)
+        if kind.__module__.partition(".")[0] == "numpy" and kind.__hash__ is None:
+            raise self.fail(
+                path, value, "an array that export would bake in", "pass it as a tensor, or register a buffer"
+            )
         if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             self.add(path, f"operator:{value}")
-        elif kind.__repr__ is not object.__repr__ and not _ADDRESS.search(repr(value)) and not isinstance(
-            value, io.IOBase | torch.Generator
+        elif (
+            "__repr__" in {n for base in kind.__mro__[:-1] for n in vars(base)}
+            and not _ADDRESS.search(repr(value))
+            and not isinstance(value, io.IOBase | torch.Generator)
         ):
             self.add(path, f"object:{kind.__qualname__}:{value!r}")
+            if kind.__hash__ is None or getattr(value, "__dict__", None):
+                self.checks.text(value, repr(value))
         else:
             raise self.fail(
-                path, value, "which has no value that is the same in every process",
+                path,
+                value,
+                "which has no value that is the same in every process",
                 "keep it out of what forward reads",
             )
 
@@ -201,8 +239,8 @@ class Walker:
             if label is None:
                 label = getattr(key, "__qualname__", None) or type(key).__qualname__
                 self.visit(f"{path} key {label}", key, deep=False)
+            self.checks.item(value, key, item)
             if type(key) in (str, int):
-                self.checks.item(value, key, item)
                 label = repr(key)
             self.visit(f"{path}[{label}]", item, deep=deep)
 
@@ -221,7 +259,7 @@ class Walker:
             raise self.fail(path, value, "a set of objects without a stable order", "use a tuple")
         self.add(path, f"{type(value).__name__}:{sorted(str(t) for t in texts)}")
         if isinstance(value, set):
-            self.checks.length(value)
+            self.checks.equal(value, frozenset(value))
 
     # -- code ---------------------------------------------------------------
 
@@ -234,7 +272,9 @@ class Walker:
             if digest is not None:
                 self.files.setdefault(digest, file)
 
-    def function(self, path: str, fn: types.FunctionType, *, deep: bool = True, per_call: bool = False) -> None:
+    def function(
+        self, path: str, fn: types.FunctionType, *, deep: bool = True, per_call: bool = False
+    ) -> None:
         """One Python function: its code, defaults, closure and the globals it reads.
 
         With `per_call` the function was handed in with a call and lives no longer than
@@ -252,8 +292,12 @@ class Walker:
         self.note_code(found)
         if not per_call:
             self._function_state(path, fn, deep)
+            for name in sorted(self.names & vars(fn).keys()):
+                self.checks.item(vars(fn), name, vars(fn)[name])
+                self.visit(f"{path}.{name}", vars(fn)[name], deep=deep)
         if deep:
             self._globals(path, fn, found)
+            self._imports(fn, found)
 
     def _function_state(self, path: str, fn: types.FunctionType, deep: bool) -> None:
         self.checks.attribute(fn, "__code__", fn.__code__)
@@ -284,15 +328,42 @@ class Walker:
             label = f"{fn.__module__}:{name}"
             # A name read through a module is that module's attribute: follow to the end.
             for attribute in chain[1:]:
-                if not isinstance(value, types.ModuleType) or self._is_trusted_module(value):
+                if not isinstance(value, types.ModuleType):
                     break
                 inner = vars(value).get(attribute, _ABSENT)
                 if inner is _ABSENT:
                     break
                 self.checks.item(vars(value), attribute, inner)
+                if self._is_trusted_module(value) and not isinstance(inner, types.ModuleType):
+                    # torch's own belongs to the toolchain; what somebody put in its place does not.
+                    if _is_foreign_code(inner):
+                        value, label = inner, f"{label}.{attribute}"
+                    break
                 value, label = inner, f"{label}.{attribute}"
             if id(value) not in self._seen:
                 self.visit(f"global {label}", value)
+
+    def _imports(self, fn: types.FunctionType, found: CodeFacts) -> None:
+        """What an `import` inside the function brings, as if it stood at the head of the file."""
+        for name, wanted in found.imports:
+            label = f"import {name}"
+            try:
+                absolute = importlib.util.resolve_name(name, fn.__globals__.get("__package__"))
+                module = importlib.import_module(absolute)
+            except ImportError as error:
+                self.add(label, f"fails:{type(error).__name__}")
+                continue
+            if self._is_trusted_module(module):
+                continue
+            self.checks.item(sys.modules, absolute, module)
+            # A plain import leaves open which attributes are read: all that the code names count.
+            for attribute in wanted or sorted(self.names & vars(module).keys()):
+                value = vars(module).get(attribute, _ABSENT)
+                if value is _ABSENT or isinstance(value, types.ModuleType):
+                    continue
+                self.checks.item(vars(module), attribute, value)
+                if id(value) not in self._seen:
+                    self.visit(f"{label}.{attribute}", value)
 
     @staticmethod
     def _is_trusted_module(module: types.ModuleType) -> bool:
@@ -314,30 +385,46 @@ class Walker:
             self.methods(path, cls, extra=_ALWAYS if origin(cls) == "user" else frozenset({"__call__"}))
 
     def methods(self, path: str, cls: type, extra: Iterable[str]) -> None:
-        """The functions of a class, inherited ones included, that code on the way names."""
+        """The members of a class, inherited ones included, that code on the way names."""
         wanted = self.names | set(extra)
+        before: list[type] = []
         for base in cls.__mro__:
             if origin(base) in ("torch", "stdlib"):
                 continue
-            for name, member in vars(base).items():
-                if name not in wanted or name in ("__dict__", "__weakref__", "__doc__", "__module__"):
-                    continue
+            for name in sorted(wanted & vars(base).keys() - _NO_MEMBERS):
+                member = vars(base)[name]
                 member_path = f"{path}.{name}" if base is cls else f"{path}({base.__qualname__}).{name}"
+                for nearer in before:
+                    if name not in vars(nearer):
+                        self.checks.absent(vars(nearer), name)
                 self.checks.item(vars(base), name, member)
-                for fn in _functions_of(member):
-                    self.visit(member_path, fn)
-                if plain(member) is not None:
-                    self.visit(member_path, member)
-                elif isinstance(member, dict | list | tuple):
-                    self.visit(member_path, member, deep=False)
+                self._member(member_path, member)
+            before.append(base)
+        for name in extra:
+            for base in before:
+                if name not in vars(base):
+                    self.checks.absent(vars(base), name)
+
+    def _member(self, path: str, member: Any) -> None:
+        functions = _functions_of(member)
+        for fn in functions:
+            self.visit(path, fn)
+        if isinstance(member, dict | list | tuple):
+            self.visit(path, member, deep=False)
+        elif not functions and not isinstance(member, _DESCRIPTORS):
+            self.visit(path, member)
 
     def object(self, path: str, value: Any, *, deep: bool = True) -> None:
         """Any other object: its class, and the attributes that code on the way names."""
         cls = type(value)
         state = getattr(value, "__dict__", None)
         if state is None and not hasattr(cls, "__slots__"):
-            raise self.fail(path, value, "which has no value that is the same in every process",
-                            "keep it out of what forward reads")
+            raise self.fail(
+                path,
+                value,
+                "which has no value that is the same in every process",
+                "keep it out of what forward reads",
+            )
         self.visit(f"{path}.__class__", cls, deep=deep)
         self.add(path, f"object:{cls.__module__}.{cls.__qualname__}")
         self.attributes(path, value, deep=deep and origin(cls) == "user")
@@ -351,8 +438,9 @@ class Walker:
             self.checks.item(value, key, entry)
             self.visit(f"{path}[{key!r}]", entry)
 
-    def attributes(self, path: str, value: Any, *, deep: bool, skip: frozenset[str] = frozenset(),
-                   every: bool = False) -> None:
+    def attributes(
+        self, path: str, value: Any, *, deep: bool, skip: frozenset[str] = frozenset(), every: bool = False
+    ) -> None:
         """The attributes of an object whose names some code on the way mentions.
 
         Args:
@@ -385,6 +473,14 @@ class Walker:
 
 
 _ABSENT = object()
+_NO_MEMBERS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__"})
+
+
+def _is_foreign_code(value: Any) -> bool:
+    """Whether somebody put code of their own where torch's or the standard library's stood."""
+    if isinstance(value, types.BuiltinFunctionType | type) or not callable(value):
+        return False
+    return origin(value) in ("user", "site") and getattr(value, "__module__", None) is not None
 
 
 def _functions_of(member: Any) -> list[types.FunctionType]:

@@ -43,15 +43,24 @@ class Checks:
             self._seen.add(mark)
             self._lines.append(line())
 
-    def item(self, holder: Any, key: str | int, value: Any) -> None:
-        """`holder[key] is value`, for a dict or a list."""
-        if isinstance(holder, dict):
-            test = f".get({key!r}) is {{}}"
-        else:
-            test = f"[{key!r}] is {{}}"
-        self._add(
-            "item", holder, repr(key), lambda: self._name(holder) + test.format(self._literal(value))
-        )
+    def item(self, holder: Any, key: Any, value: Any) -> None:
+        """`holder[key] is value`, for a mapping or a list."""
+        literal = type(key) in (str, int)
+
+        def line() -> str:
+            text = repr(key) if literal else self._name(key)
+            read = f".get({text})" if isinstance(holder, dict) else f"[{text}]"
+            return f"{self._name(holder)}{read} is {self._literal(value)}"
+
+        self._add("item", holder, repr(key) if literal else f"id {id(key)}", line)
+
+    def equal(self, holder: Any, copy: Any) -> None:
+        """`holder == copy`, for a collection of plain values that may be changed in place."""
+        self._add("equal", holder, "", lambda: f"{self._name(holder)} == {self._name(copy)}")
+
+    def text(self, holder: Any, text: str) -> None:
+        """`repr(holder)` has not changed, for an object of which its text is all that counts."""
+        self._add("text", holder, "", lambda: f"repr({self._name(holder)}) == {text!r}")
 
     def absent(self, holder: Any, key: str) -> None:
         """`key not in holder`."""
@@ -60,7 +69,12 @@ class Checks:
     def length(self, holder: Any) -> None:
         """`len(holder)` has not changed."""
         size = len(holder)
-        self._add("len", holder, "", lambda: f"len({self._name(holder)}) == {size}" if size else f"not {self._name(holder)}")
+        self._add(
+            "len",
+            holder,
+            "",
+            lambda: f"len({self._name(holder)}) == {size}" if size else f"not {self._name(holder)}",
+        )
 
     def cell(self, cell: _Cell, value: Any) -> None:
         """The closure cell still holds `value`."""
@@ -89,7 +103,7 @@ class Checks:
             "  return check\n"
         )
         scope: dict[str, Any] = {}
-        exec(source, scope)  # noqa: S102 - built from integers and identifiers of this module alone
+        exec(source, scope)
         check: Callable[[], bool] = scope["make"](*self._values.values())
         return check
 
