@@ -73,7 +73,7 @@ def demo(
         "losses": trained["losses"],
         "traces_beside": trained["traces_beside"],
     }
-    problems = _problems(report, trained["errors"], steps)
+    problems = problems_of(report, trained["errors"], steps)
     if as_json:
         emit_json(report)
     else:
@@ -127,43 +127,57 @@ def _program(folder: Path, name: str, *arguments: str) -> dict[str, Any]:
         return found
 
 
-def _problems(report: dict[str, Any], errors: Sequence[str], steps: int) -> list[str]:
-    problems = [f"a training thread failed: {error}" for error in errors]
+def problems_of(report: dict[str, Any], errors: Sequence[str], steps: int) -> list[str]:
+    """Why a demo's report is a failure: one sentence per reason, none if it is a success.
+
+    Args:
+        report: What `demo --json` prints.
+        errors: What training threads and the tracing thread raised.
+        steps: How many steps each thread was to make.
+    """
+    problems = [f"a thread failed: {error}" for error in errors]
     if report["traces_in_workers"]:
         problems.append(f"training threads traced {report['traces_in_workers']} times, expected 0")
     if report["steps"] < steps:
         problems.append(f"a thread made {report['steps']} steps, expected {steps}")
     error = report["max_grad_rel_error"]
-    if error is None or not error <= TOLERANCE:
-        problems.append(f"gradients differ from eager by {error} (relative), expected at most {TOLERANCE:g}")
+    if error is None:
+        problems.append("gradients were not compared with eager")
+    elif not error <= TOLERANCE:
+        problems.append(
+            f"gradients differ from eager by {error:g} (relative), expected at most {TOLERANCE:g}"
+        )
+    if not report["runners"]:
+        problems.append("no region ran from an artifact")
     foreign = sorted(region for region, runner in report["runners"].items() if runner != "native")
-    if foreign or not report["runners"]:
-        problems.append(f"regions ran on torch's own loader or not at all: {', '.join(foreign) or 'all'}")
+    if foreign:
+        problems.append(f"ran on torch's own loader: {', '.join(foreign)}")
     return problems
 
 
 def _text(report: dict[str, Any]) -> list[str]:
-    compiled = report["torch_compile"]
-    first = compiled["first_step_seconds"]
+    compared = report["torch_compile"]
     lines = [
-        f"builds                     {report['builds']} in {report['build_seconds']:.1f} s",
-        f"load                       {report['load_seconds']:.3f} s",
-        f"first training step        {report['first_step_seconds']:.3f} s after attach",
-        f"traces in training threads {report['traces_in_workers']}",
-        f"traces beside them         {report['traces_beside']}",
-        f"errors in training threads {report['worker_errors']}",
-        f"largest gradient error     {report['max_grad_rel_error']:.2e} against eager, relative"
-        if report["max_grad_rel_error"] is not None
-        else "largest gradient error     not measured",
+        f"builds                       {report['builds']} in {report['build_seconds']:.1f} s",
+        f"load                         {report['load_seconds']:.3f} s",
+        f"first training step          {_number(report['first_step_seconds'], '.3f', ' s after attach')}",
+        f"traces in training threads   {report['traces_in_workers']}",
+        f"traces of the thread beside  {report['traces_beside']}",
+        f"errors in training threads   {report['worker_errors']}",
+        f"largest gradient error       {_number(report['max_grad_rel_error'], '.2e', ' of eager, relative')}",
     ]
     for i, (rate, losses) in enumerate(zip(report["steps_per_second"], report["losses"], strict=True)):
-        lines.append(
-            f"thread {i}                   {rate:6.1f} steps/s, loss {losses[0]:.4f} -> {losses[1]:.4f}"
-        )
+        course = "no step" if losses is None else f"loss {losses[0]:.4f} -> {losses[1]:.4f}"
+        lines.append(f"thread {i}                     {rate:.1f} steps/s, {course}")
     lines += [
         "",
-        f"torch.compile, {report['threads']} threads   {compiled['fx_race_errors']} FX race errors, "
-        f"{compiled['other_errors']} other errors, "
-        + ("no call succeeded" if first is None else f"first forward after {first:.1f} s"),
+        f"torch.compile beside the same tracing thread, {compared['calls']} calls, forward only:",
+        f"FX race errors               {compared['fx_race_errors']}",
+        f"other errors                 {compared['other_errors']}",
+        f"first call that succeeded    {_number(compared['first_step_seconds'], '.1f', ' s after the start')}",
     ]
     return lines
+
+
+def _number(value: float | None, form: str, unit: str) -> str:
+    return "none" if value is None else f"{value:{form}}{unit}"

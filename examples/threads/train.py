@@ -107,8 +107,13 @@ def build(spec: Spec) -> torch.nn.Module:
     return model
 
 
-def largest_error(spec: Spec, trainers: list[Trainer]) -> float:
-    """The largest difference of any kept gradient from eager's, over eager's largest entry."""
+def largest_error(spec: Spec, trainers: list[Trainer]) -> float | None:
+    """The largest difference of any kept gradient from eager's, over eager's largest entry.
+
+    A gradient that only one side has counts as 1; None if no step was kept.
+    """
+    if not any(trainer.kept for trainer in trainers):
+        return None
     worst = 0.0
     model = build(spec)
     for kept in (kept for trainer in trainers for kept in trainer.kept):
@@ -118,12 +123,11 @@ def largest_error(spec: Spec, trainers: list[Trainer]) -> float:
             model(*kept.batch[0], **kept.batch[1]).backward()
         for name, parameter in model.named_parameters():
             found = kept.gradients.get(name)
-            if (found is None) != (parameter.grad is None):
-                return float("inf")
             if found is None or parameter.grad is None:
+                worst = max(worst, float((found is None) != (parameter.grad is None)))
                 continue
             difference = (found - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(min=1e-12)
-            worst = max(worst, float(difference.nan_to_num(float("inf"))))
+            worst = max(worst, float(difference.nan_to_num(nan=1e30)))
     return worst
 
 
