@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from aotcache.manifest import PairContract
+from aotcache.manifest import OutputSlot, PairContract
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -55,6 +55,15 @@ def line_of(fn: Callable[..., Any], marker: str = "# here") -> str:
     lines, first = inspect.getsourcelines(fn)
     (offset,) = [i for i, text in enumerate(lines) if text.rstrip().endswith(marker)]
     return f"{inspect.getsourcefile(fn)}:{first + offset}"
+
+
+def tangents_for(contract: PairContract, outputs: Sequence[OutputSlot], seed: int = 0) -> list[torch.Tensor]:
+    """Incoming gradients in the layout that the contract promises: that of the outputs."""
+    made = []
+    for i in contract.tangents:
+        values = torch.randn(outputs[i].shape, generator=torch.Generator().manual_seed(seed + i))
+        made.append(torch.empty_strided(outputs[i].shape, outputs[i].stride).copy_(values))
+    return made
 
 
 def reference(

@@ -16,7 +16,15 @@ from aotcache.compile.pair import Pair, infer_graph, make_pair
 from aotcache.errors import UnsupportedGraph
 from aotcache.graph.redirect import redirect_flex
 from aotcache.runtime.dense import dense_attention
-from tests.compile.flat import BLOCK_NAMES, assert_close, block, block_examples, reference, run_contract
+from tests.compile.flat import (
+    BLOCK_NAMES,
+    assert_close,
+    block,
+    block_examples,
+    reference,
+    run_contract,
+    tangents_for,
+)
 
 
 def _pair(fn: Callable[..., Any], examples: Sequence[torch.Tensor], **options: Any) -> Pair:
@@ -29,11 +37,7 @@ def _check(fn: Callable[..., Any], examples: Sequence[torch.Tensor], **options: 
     pair = _pair(fn, examples, **options)
     assert pair.contract is not None
     assert pair.backward is not None
-    tangents = []
-    for i in pair.contract.tangents:
-        slot = pair.outputs[i]
-        values = torch.randn(slot.shape, generator=torch.Generator().manual_seed(i))
-        tangents.append(torch.empty_strided(slot.shape, slot.stride).copy_(values))
+    tangents = tangents_for(pair.contract, pair.outputs)
     outputs, grads = run_contract(
         pair.contract,
         len(pair.outputs),
