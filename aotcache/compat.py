@@ -170,6 +170,5 @@ def _operator_reasons(manifest: Manifest, facts: HostFacts) -> Iterator[str]:
         elif found != recorded.get("schema"):
             yield (
                 f"needs operator {name} with schema {recorded.get('schema')!r}, "
-                f"registered here is {found!r}"
-                + (f" (built with the one from {module})" if module else "")
+                f"registered here is {found!r}" + (f" (built with the one from {module})" if module else "")
             )

@@ -1,25 +1,25 @@
 """Every exception that aotcache raises on purpose.
 
-    AotcacheError
-    ├── ConfigError               a setting or an environment variable is wrong
-    ├── SpecError                 a spec file, or what it names, is wrong
-    ├── UnsupportedTorch          this torch version was never tried
-    ├── BuildError                an artifact could not be made
-    │   ├── CaptureError          the drafter could not be built or run
-    │   ├── Unfingerprintable     something that shapes the graph has no stable value
-    │   ├── UnsupportedGraph      mutation, random operators, aliasing outputs, hooks, ...
-    │   ├── CompileFailed         export, AOTInductor or the C++ compiler failed
-    │   ├── CertificateFailed     the artifact disagrees with eager beyond tolerance
-    │   └── BuilderDied           the builder process crashed or ran out of time or memory
-    ├── StoreError                a store could not be read or written
-    │   ├── NotStored             no such key or digest
-    │   ├── CorruptArtifact       bytes do not match their digest
-    │   └── ManifestError         a manifest or lock file cannot be understood
-    ├── RejectedArtifact          this host must not open that artifact
-    ├── ArtifactMiss              nothing covers this call (on_miss="raise")
-    ├── CallRefused               a call does not fit the artifact it was meant for
-    ├── NoBucket                  no bucket holds this batch
-    └── TracingForbidden          something tried to trace in a worker
+AotcacheError
+├── ConfigError               a setting or an environment variable is wrong
+├── SpecError                 a spec file, or what it names, is wrong
+├── UnsupportedTorch          this torch version was never tried
+├── BuildError                an artifact could not be made
+│   ├── CaptureError          the drafter could not be built or run
+│   ├── Unfingerprintable     something that shapes the graph has no stable value
+│   ├── UnsupportedGraph      mutation, random operators, aliasing outputs, hooks, ...
+│   ├── CompileFailed         export, AOTInductor or the C++ compiler failed
+│   ├── CertificateFailed     the artifact disagrees with eager beyond tolerance
+│   └── BuilderDied           the builder process crashed or ran out of time or memory
+├── StoreError                a store could not be read or written
+│   ├── NotStored             no such key or digest
+│   ├── CorruptArtifact       bytes do not match their digest
+│   └── ManifestError         a manifest or lock file cannot be understood
+├── RejectedArtifact          this host must not open that artifact
+├── ArtifactMiss              nothing covers this call (on_miss="raise")
+├── CallRefused               a call does not fit the artifact it was meant for
+├── NoBucket                  no bucket holds this batch
+└── TracingForbidden          something tried to trace in a worker
 """
 
 from __future__ import annotations
@@ -105,6 +105,10 @@ class ArtifactMiss(AotcacheError):
 
 class CallRefused(AotcacheError):
     """A call does not fit the artifact it was meant for."""
+
+
+class ArgumentsRefused(CallRefused, TypeError):
+    """Arguments do not fit the signature of a region's forward. Also a TypeError, as eager raises."""
 
 
 class NoBucket(AotcacheError):

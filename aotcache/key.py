@@ -55,7 +55,9 @@ class Difference:
     theirs: str | None
 
     def __str__(self) -> str:
-        return f"{self.component}.{self.item} differs: {self.ours or '(absent)'} / {self.theirs or '(absent)'}"
+        return (
+            f"{self.component}.{self.item} differs: {self.ours or '(absent)'} / {self.theirs or '(absent)'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,9 @@ class Drafter:
     def _batch(self, bucket: Mapping[str, int]) -> tuple[Sequence[Any], dict[str, Any]]:
         batch = self._call("batch", lambda: self._make_batch(dict(bucket), self.device))
         if not (isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], dict)):
-            raise CaptureError(f"{self.spec.path}: batch returned {type(batch).__name__}, expected (args, kwargs)")
+            raise CaptureError(
+                f"{self.spec.path}: batch returned {type(batch).__name__}, expected (args, kwargs)"
+            )
         return tuple(batch[0]), batch[1]
 
     def _run(self, batch: tuple[Sequence[Any], dict[str, Any]], mode: Mode) -> list[Call]:
@@ -101,7 +103,9 @@ class Drafter:
             if call.parts.key in known:
                 continue
             alike = [c for c in first if c.region.name == call.region.name and c.mode == call.mode]
-            differences = [str(d) for d in alike[0].parts.diff(call.parts)] if alike else ["no such call before"]
+            differences = (
+                [str(d) for d in alike[0].parts.diff(call.parts)] if alike else ["no such call before"]
+            )
             raise CaptureError(
                 f"{self.spec.path}: two batches of bucket {dict(bucket)} call region {call.region.name!r} in "
                 f"different ways: {'; '.join(differences[:3])}. Every such value would be a miss in training: "

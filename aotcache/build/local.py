@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -152,7 +152,12 @@ class _Session:
     """One call of `plan` or `warm`: its store, its staging folder, its builders."""
 
     def __init__(
-        self, spec: Spec, store: Store, targets: list[Target], config: Settings, staging: Path,
+        self,
+        spec: Spec,
+        store: Store,
+        targets: list[Target],
+        config: Settings,
+        staging: Path,
         progress: Progress | None,
     ) -> None:
         self.spec = spec
@@ -174,16 +179,27 @@ class _Session:
         self._sandboxes += 1
         own = self.staging / str(self._sandboxes)
         own.mkdir()
+        headers = self.config.home / "headers"
+        make_dirs(headers, 0o700)
         memory = self.config.build_memory_gib
         return Sandbox(
-            {"spec": str(self.spec.path), "staging": str(own)}, own,
-            seconds=self.config.build_seconds, memory=None if memory is None else int(memory * 2**30),
+            {"spec": str(self.spec.path), "staging": str(own)},
+            own,
+            headers=headers,
+            seconds=self.config.build_seconds,
+            memory=None if memory is None else int(memory * 2**30),
         )
 
     def plan(self, sandbox: Sandbox) -> Plan:
         answer = sandbox.request({"do": "capture"}, lambda e: self._stage(None, e))
         cells = [
-            Cell(c["region"], c["mode"], tuple(c["bucket"].items()), target, KeyParts.from_json(c["components"]))
+            Cell(
+                c["region"],
+                c["mode"],
+                tuple(c["bucket"].items()),
+                target,
+                KeyParts.from_json(c["components"]),
+            )
             for target in self.targets
             for c in answer["cells"]
         ]
@@ -203,7 +219,7 @@ class _Session:
         def work(sandbox: Sandbox | None) -> None:
             try:
                 self._work(todo, sandbox, results, force)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 crashes.append(error)
 
         workers = [
@@ -233,10 +249,13 @@ class _Session:
                     sandbox = own = self.sandbox()
                 built = self._build_one(cell, sandbox, force)
                 results.append(built)
-                self.tell(lambda p, b=built: p.finished(b.cell, b.seconds, b.error))
+                self._finished(built)
         finally:
             if own is not None:
                 own.close()
+
+    def _finished(self, built: Built) -> None:
+        self.tell(lambda p: p.finished(built.cell, built.seconds, built.error))
 
     def _build_one(self, cell: Cell, sandbox: Sandbox, force: bool) -> Built:
         started = time.perf_counter()
@@ -270,8 +289,12 @@ class _Session:
         path = lock_path(self.spec.path)
         cells = [
             LockedCell(
-                region=row.cell.region, mode=row.cell.mode, bucket=dict(row.cell.bucket),
-                target=str(row.cell.target), toolchain=str(self.toolchain), key=row.cell.key,
+                region=row.cell.region,
+                mode=row.cell.mode,
+                bucket=dict(row.cell.bucket),
+                target=str(row.cell.target),
+                toolchain=str(self.toolchain),
+                key=row.cell.key,
                 digest=_present(row.digest),
             )
             for row in rows
@@ -298,14 +321,12 @@ class ContentIndex:
         self._config = config
         self._store = store
         self._staging = staging
-        self._release: Callable[[], None] | None = None
+        self._held = ExitStack()
         self.reused = False
 
     def claim(self, content: str, *, force: bool) -> dict[str, Any]:
         """The builder's next step: to compile, or to take an archive that is there."""
-        hold = locked(self._config.locks, f"content {content}", self._config.build_seconds)
-        hold.__enter__()
-        self._release = lambda: hold.__exit__(None, None, None) and None
+        self._held.enter_context(locked(self._config.locks, f"content {content}", self._config.build_seconds))
         known = None if force else self._recall(content)
         if known is None:
             return {"do": "compile"}
@@ -341,9 +362,7 @@ class ContentIndex:
 
     def close(self) -> None:
         """Let the next builder of the graph go on."""
-        if self._release is not None:
-            self._release()
-            self._release = None
+        self._held.close()
 
 
 @contextmanager

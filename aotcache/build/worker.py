@@ -99,8 +99,13 @@ class Worker:
                         self._buckets.setdefault(key, dict(bucket))
                         cells.setdefault(
                             (call.region.name, key),
-                            {"region": call.region.name, "mode": call.mode, "bucket": bucket, "key": key,
-                             "components": call.parts.to_json()},
+                            {
+                                "region": call.region.name,
+                                "mode": call.mode,
+                                "bucket": bucket,
+                                "key": key,
+                                "components": call.parts.to_json(),
+                            },
                         )
         return {"event": "done", "cells": list(cells.values())}
 
@@ -123,12 +128,20 @@ class Worker:
         with self._stage("export", key, seconds):
             examples = example_tensors(call)
             with self._context(), torch.set_grad_enabled(call.mode == "train"):
-                program = pipeline.export(flat, examples, call.names, region=call.region.name,
-                                          train=call.mode == "train")
+                program = pipeline.export(
+                    flat, examples, call.names, region=call.region.name, train=call.mode == "train"
+                )
         with self._stage("pair", key, seconds):
             prepared = pipeline.prepare(
-                program, examples, names=call.names, kinds=call.kinds, region=call.region.name, mode=call.mode,
-                target=target, toolchain=self.toolchain, options=self.spec.compile_options(),
+                program,
+                examples,
+                names=call.names,
+                kinds=call.kinds,
+                region=call.region.name,
+                mode=call.mode,
+                target=target,
+                toolchain=self.toolchain,
+                options=self.spec.compile_options(),
             )
         self.send({"event": "prepared", "key": key, "content": prepared.content})
         reply = self.receive()
@@ -139,6 +152,7 @@ class Worker:
         else:
             with self._stage("compile", key, seconds):
                 compiled = pipeline.compile_prepared(prepared, workdir)
+            assert compiled.archive is not None
             built, archive = compiled, compiled.archive
         manifest = Manifest(
             key=key,
@@ -204,16 +218,30 @@ def serve(job: Mapping[str, Any], send: Send, receive: Receive) -> None:
                 send(worker.build(CacheKey(request["key"]), Target.parse(request["target"])))
         except AotcacheError as error:
             traceback.print_exc()
-            send({"event": "error", "type": type(error).__name__, "message": str(error),
-                  "details": _plain(error.details)})
-        except Exception as error:
+            send(
+                {
+                    "event": "error",
+                    "type": type(error).__name__,
+                    "message": str(error),
+                    "details": _plain(error.details),
+                }
+            )
+        except Exception as error:  # noqa: BLE001 - reported to the parent, whatever it is
             traceback.print_exc()
-            send({"event": "error", "type": "BuildError", "details": {},
-                  "message": f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"})
+            send(
+                {
+                    "event": "error",
+                    "type": "BuildError",
+                    "details": {},
+                    "message": f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}",
+                }
+            )
 
 
 def _plain(details: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v if isinstance(v, str | int | float | bool | None | list) else str(v) for k, v in details.items()}
+    return {
+        k: v if isinstance(v, str | int | float | bool | None | list) else str(v) for k, v in details.items()
+    }
 
 
 def main(arguments: list[str]) -> None:

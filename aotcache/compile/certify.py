@@ -13,14 +13,15 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from aotcache.errors import CertificateFailed
-from aotcache.graph.capture import Call
 from aotcache.graph.redirect import redirect_flex
+from aotcache.graph.region import Call
 from aotcache.graph.tree import flatten_output
 from aotcache.manifest import Certificate, Measurement
 from aotcache.runtime.dense import dense_attention
@@ -72,7 +73,7 @@ def certify(
         generator = torch.Generator().manual_seed(index)
         reference, tangents = _reference(call, tensors, generator)
         with context():
-            eager = _run(call, lambda t, call=call: _eager(call, t), tensors, tangents)
+            eager = _run(call, partial(_eager, call), tensors, tangents)
         run = executable.train if call.mode == "train" else executable.infer
         ours = _run(call, run, tensors, tangents)
         measured += _compare(call, reference, eager, ours)
@@ -142,10 +143,10 @@ def _reference(
     def run(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         with redirect_flex(boolean_attention):
             outputs = _flat(call, call.region.run(call, leaves))
-        for out in outputs:
-            tangents.append(
-                torch.randn(out.shape, generator=generator, dtype=torch.float64) if out.requires_grad else None
-            )
+        tangents.extend(
+            torch.randn(out.shape, generator=generator, dtype=torch.float64) if out.requires_grad else None
+            for out in outputs
+        )
         return outputs
 
     default = torch.get_default_dtype()
@@ -215,7 +216,9 @@ def _compare(call: Call, reference: Results, eager: Results, ours: Results) -> l
             if not (zero or unused):
                 raise CertificateFailed(
                     f"region {name!r}: {what} is {'absent' if got_g is None else 'present'} in the artifact and "
-                    f"{'absent' if want_g is None else 'present'} in eager", region=name, what=what,
+                    f"{'absent' if want_g is None else 'present'} in eager",
+                    region=name,
+                    what=what,
                 )
             continue
         assert low_g is not None
@@ -226,12 +229,21 @@ def _compare(call: Call, reference: Results, eager: Results, ours: Results) -> l
 
 
 def _measure(
-    region: str, what: str, want: torch.Tensor, low: torch.Tensor, got: torch.Tensor, *, floor: float, factor: float
+    region: str,
+    what: str,
+    want: torch.Tensor,
+    low: torch.Tensor,
+    got: torch.Tensor,
+    *,
+    floor: float,
+    factor: float,
 ) -> Measurement:
     if got.shape != want.shape or got.dtype != low.dtype:
         raise CertificateFailed(
             f"region {region!r}: {what} is {got.dtype} {tuple(got.shape)} in the artifact, "
-            f"{low.dtype} {tuple(want.shape)} in eager", region=region, what=what,
+            f"{low.dtype} {tuple(want.shape)} in eager",
+            region=region,
+            what=what,
         )
     if not want.is_floating_point():
         if not torch.equal(got, low):
@@ -243,7 +255,8 @@ def _measure(
     if not torch.equal(torch.isfinite(got), finite) or not torch.equal(got[~finite].double(), want[~finite]):
         raise CertificateFailed(
             f"region {region!r}: {what} is not finite where eager is, or the other way round",
-            region=region, what=what,
+            region=region,
+            what=what,
         )
     scale = max(float(want[finite].abs().max()) if bool(finite.any()) else 0.0, floor, 1e-30)
     error = float((got.double() - want)[finite].abs().max()) / scale if bool(finite.any()) else 0.0
@@ -253,6 +266,9 @@ def _measure(
         raise CertificateFailed(
             f"region {region!r}: {what} differs from float64 eager by {error:.2e} of its largest entry; "
             f"the bound is {bound:.2e} (eager itself: {eager_error:.2e}). Nothing was published",
-            region=region, what=what, error=error, bound=bound,
+            region=region,
+            what=what,
+            error=error,
+            bound=bound,
         )
     return Measurement(what, error, eager_error)

@@ -33,6 +33,9 @@ _KEPT = (
 )  # fmt: skip
 _HARMLESS_TORCH = frozenset({"TORCH_HOME", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_HUB"})
 _REFUSED_PREFIXES = ("TORCH", "TRITON_", "INDUCTOR_", "PYTORCH_", "ATEN_", "AOT_INDUCTOR_")
+_USER = "aotcache"
+"""Who the builder is to torch, which names a folder of the temporary directory by the user; an
+account without a name would stop it."""
 _POLL = 0.25
 """Seconds between looks at the child's memory."""
 _LOG_TAIL = 4000
@@ -67,17 +70,26 @@ class Sandbox:
         job: What the child works on, sent as its first line.
         staging: Folder of its own for temporary files and finished archives.
         seconds: Longest time without an answer to one request.
+        headers: Folder for torch's precompiled C++ headers, shared by builders of one host: ten
+            seconds saved for each of them. torch keys them by compiler, flags and content.
         memory: Most resident memory in bytes of the child and its compilers, or None.
     """
 
-    def __init__(self, job: Mapping[str, Any], staging: Path, *, seconds: float, memory: int | None) -> None:
+    def __init__(
+        self, job: Mapping[str, Any], staging: Path, *, headers: Path, seconds: float, memory: int | None
+    ) -> None:
         self._seconds = seconds
         self._memory = memory
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the sandbox
         to_child, from_child = os.pipe(), os.pipe()
         environment = scrubbed(os.environ)
         # Everything temporary goes to the staging folder, which the parent removes.
-        environment |= {"TMPDIR": str(staging), "TORCHINDUCTOR_CACHE_DIR": str(staging / "inductor")}
+        environment |= {
+            "TMPDIR": str(staging),
+            "TORCHINDUCTOR_CACHE_DIR": str(staging / "inductor"),
+            "LOGNAME": _USER,
+        }
+        (staging / f"torchinductor_{_USER}").symlink_to(headers, target_is_directory=True)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "aotcache.build.worker", str(to_child[0]), str(from_child[1])],
             stdin=subprocess.DEVNULL,
@@ -137,7 +149,9 @@ class Sandbox:
                 yield json.loads(line)
                 continue
             if time.monotonic() > deadline:
-                raise self._died(f"gave no sign for {self._seconds:.0f} s, its time limit (AOTCACHE_BUILD_SECONDS)")
+                raise self._died(
+                    f"gave no sign for {self._seconds:.0f} s, its time limit (AOTCACHE_BUILD_SECONDS)"
+                )
             used = _resident(self._process.pid) if self._memory is not None else 0
             if self._memory is not None and used > self._memory:
                 raise self._died(
@@ -165,7 +179,9 @@ class Sandbox:
         self._kill()
         code = self._process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return BuilderDied(f"the builder process {what} ({how}); the end of its log:\n{self.log()}", log=self.log())
+        return BuilderDied(
+            f"the builder process {what} ({how}); the end of its log:\n{self.log()}", log=self.log()
+        )
 
     def _kill(self) -> None:
         try:

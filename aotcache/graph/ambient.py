@@ -45,9 +45,7 @@ def read(device_type: str) -> Ambient:
 
 def read_tuple(
     device_type: str,
-) -> tuple[
-    tuple[bool, str, bool], torch.dtype, str, tuple[bool, bool], str, tuple[bool, bool, bool, bool]
-]:
+) -> tuple[tuple[bool, str, bool], torch.dtype, str, tuple[bool, bool], str, tuple[bool, bool, bool, bool]]:
     """As `read`, as a bare tuple: the form that the dispatcher compares at every call."""
     enabled = torch.is_autocast_enabled(device_type)
     return (

@@ -29,14 +29,21 @@ def find_regions(model: nn.Module, patterns: Sequence[str], options: Mapping[str
     for pattern in patterns:
         found = False
         for name, module in model.named_modules():
-            if name.count(".") == pattern.count(".") and fnmatch.fnmatchcase(name, pattern) and (
-                bool(name) == bool(pattern)
+            if (
+                name.count(".") == pattern.count(".")
+                and fnmatch.fnmatchcase(name, pattern)
+                and (bool(name) == bool(pattern))
             ):
                 found = True
                 regions.setdefault(name, Region(name, module, options))
         if not found:
-            names = sorted({n.rpartition(".")[0] + ".*" if n.rpartition(".")[2].isdigit() else n
-                            for n, _ in model.named_modules() if n.count(".") <= 1})
+            names = sorted(
+                {
+                    n.rpartition(".")[0] + ".*" if n.rpartition(".")[2].isdigit() else n
+                    for n, _ in model.named_modules()
+                    if n.count(".") <= 1
+                }
+            )
             raise SpecError(
                 f"region pattern {pattern!r} matches no submodule of {type(model).__qualname__}; "
                 f"there are {', '.join(repr(n) for n in names[:20])}",
@@ -121,7 +128,7 @@ def materialise(model: nn.Module, device: torch.device) -> nn.Module:
                     continue
                 if id(value) not in made:
                     made[id(value)] = _real(f"{label}.{key}", value, device, generator)
-                table[key] = made[id(value)]  # type: ignore[assignment]
+                table[key] = made[id(value)]
     return model
 
 

@@ -22,7 +22,8 @@ from aotcache.errors import CallRefused, Unfingerprintable
 from aotcache.graph import tree
 from aotcache.graph.fingerprint import Items, Walker, origin, plain
 
-_EXACT = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+EXACT = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types of tensors whose memory is all there is to them."""
 
 
 class Flattener:
@@ -90,7 +91,8 @@ class Flattener:
         if id(value) in self._active:
             raise Unfingerprintable(
                 f"region {self.region!r}: argument {name} contains itself; an artifact cannot be keyed on it",
-                region=self.region, path=name,
+                region=self.region,
+                path=name,
             )
         self._active.add(id(value))
         try:
@@ -99,16 +101,18 @@ class Flattener:
             self._active.discard(id(value))
 
     def _tensor(self, name: str, value: torch.Tensor, expr: str | None, inside: bool) -> tree.Template:
-        if type(value) not in _EXACT:
+        if type(value) not in EXACT:
             raise CallRefused(
                 f"region {self.region!r}: {name} is a {type(value).__module__}.{type(value).__qualname__}, "
                 "expected a plain torch.Tensor; aotcache cannot run tensor subclasses",
-                region=self.region, input=name,
+                region=self.region,
+                input=name,
             )
         if value.layout is not torch.strided:
             raise CallRefused(
                 f"region {self.region!r}: {name} has layout {value.layout}, expected torch.strided",
-                region=self.region, input=name,
+                region=self.region,
+                input=name,
             )
         slot = self._slots.get(id(value))
         if slot is not None:
@@ -165,20 +169,23 @@ class Flattener:
             raise CallRefused(
                 f"region {self.region!r}: {name} is a {kind.__module__}.{kind.__qualname__}, expected a plain "
                 "tuple, list or dict; pass its parts as arguments of their own",
-                region=self.region, input=name,
+                region=self.region,
+                input=name,
             )
         if isinstance(value, torch.nn.Module):
             raise CallRefused(
                 f"region {self.region!r}: {name} is a module; its weights would be baked into the artifact. "
                 "Choose a region that contains it",
-                region=self.region, input=name,
+                region=self.region,
+                input=name,
             )
         if hasattr(value, "__dict__"):
             return self._state(name, value, expr, named_only=True)
         raise Unfingerprintable(
             f"region {self.region!r}: argument {name} is a {kind.__module__}.{kind.__qualname__}, which has no "
             "value that is the same in every process; pass plain values or tensors",
-            region=self.region, path=name,
+            region=self.region,
+            path=name,
         )
 
     def _items(self, name: str, value: Any, expr: str | None, inside: bool) -> tree.Template:
@@ -200,7 +207,8 @@ class Flattener:
         if None in texts:
             raise Unfingerprintable(
                 f"region {self.region!r}: a key of the dict {name} is not a plain value",
-                region=self.region, path=name,
+                region=self.region,
+                path=name,
             )
         self.items.append((name, f"dict {texts}"))
         var = self._let(expr)
@@ -208,8 +216,12 @@ class Flattener:
         return tree.Entries(
             keys,
             tuple(
-                self.visit(f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", value[key],
-                           var and f"{var}[{self._env(key)}]", inside=inside)
+                self.visit(
+                    f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]",
+                    value[key],
+                    var and f"{var}[{self._env(key)}]",
+                    inside=inside,
+                )
                 for key in keys
             ),
         )
@@ -220,11 +232,12 @@ class Flattener:
         slots_before = len(self._slots)
         var = self._let(expr)
         self._require(
-            var, f"type({var}) is {self._env(types.FunctionType)} and {var}.__code__ is {self._env(fn.__code__)}"
-                 f" and {var}.__globals__ is {self._env(fn.__globals__)}"
+            var,
+            f"type({var}) is {self._env(types.FunctionType)} and {var}.__code__ is {self._env(fn.__code__)}"
+            f" and {var}.__globals__ is {self._env(fn.__globals__)}",
         )
         names = fn.__code__.co_freevars
-        cells = self._let(var and names and f"{var}.__closure__")
+        cells = self._let(f"{var}.__closure__" if var and names else None)
         made: list[tree.Template | None] = []
         for i, cell_name in enumerate(names):
             assert fn.__closure__ is not None
@@ -235,9 +248,13 @@ class Flattener:
                 made.append(None)
                 continue
             made.append(
-                self.visit(f"{name}.{cell_name}", content, cells and f"{cells}[{i}].cell_contents", inside=True)
+                self.visit(
+                    f"{name}.{cell_name}", content, cells and f"{cells}[{i}].cell_contents", inside=True
+                )
             )
-        defaults = self.visit(f"{name}.__defaults__", fn.__defaults__, var and f"{var}.__defaults__", inside=True)
+        defaults = self.visit(
+            f"{name}.__defaults__", fn.__defaults__, var and f"{var}.__defaults__", inside=True
+        )
         kwdefaults = self.visit(
             f"{name}.__kwdefaults__", fn.__kwdefaults__, var and f"{var}.__kwdefaults__", inside=True
         )
@@ -256,7 +273,7 @@ class Flattener:
         )
 
     def _method(self, name: str, value: types.MethodType, expr: str | None) -> tree.Template:
-        if isinstance(value.__self__, torch.nn.Module) or isinstance(value.__self__, type):
+        if isinstance(value.__self__, torch.nn.Module | type):
             self.walker.visit(name, value)
             var = self._let(expr)
             self._require(var, f"{var} == {self._env(value)}")
@@ -316,7 +333,7 @@ class Flattener:
             "  return flatten\n"
         )
         scope: dict[str, Any] = {}
-        exec(source, scope)  # noqa: S102 - built from names of this module and repr of identifiers alone
+        exec(source, scope)
         made: Callable[[tuple[Any, ...], dict[str, Any], list[Any]], list[Any] | None] = scope["make"](
             *self.env.values()
         )

@@ -11,19 +11,21 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from aotcache.errors import CallRefused, Unfingerprintable, UnsupportedGraph
+from aotcache.errors import CallRefused, UnsupportedGraph
 from aotcache.graph import ambient, tree
 from aotcache.graph.code import facts
 from aotcache.graph.fingerprint import Items, Walker, module_internals, origin
 from aotcache.graph.guards import Checks
-from aotcache.graph.layout import Flattener
+from aotcache.graph.layout import EXACT, Flattener
 from aotcache.key import FORMAT, Component, KeyParts
 from aotcache.types import Mode
+
+SlotKind = Literal["parameter", "buffer", "input", "lifted"]
 
 ATTACHED = "_aotcache"
 """Name in a module's `__dict__` under which the worker half keeps its state."""
@@ -36,14 +38,19 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_forward_hooks_with_kwargs",
 )
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
     """Where one tensor of a region lives: `holder[name]`, read anew at every call."""
 
-    kind: str
+    kind: SlotKind
     qualname: str
     holder: dict[str, Any]
     name: str
@@ -87,7 +94,7 @@ class Call:
     region: Region
     mode: Mode
     tensors: list[torch.Tensor]
-    kinds: list[str]
+    kinds: list[SlotKind]
     names: list[str]
     static: Static
     arguments: tree.Template
@@ -114,7 +121,8 @@ class Region:
         name: Its name in the drafter.
         module: The module.
         options: Compile options of the spec, for the key.
-        forward: What calls run, where it is not the module's own current forward.
+        forward: What calls run, where it is not the module's own current forward. One that
+            comes from the class is looked up anew when the class is patched.
     """
 
     def __init__(
@@ -127,10 +135,16 @@ class Region:
         self.name = name
         self.module = module
         self.options = dict(options)
-        self.forward = forward or original_forward(module)
-        self.signature = inspect.signature(self.forward)
+        forward = forward or original_forward(module)
+        self._own_forward = None if _is_of_class(forward, module) else forward
+        self.forward = forward
+        self.signature = inspect.signature(forward)
         self._compile = Component("compile", tuple((k, repr(options[k])) for k in sorted(options)))
         self._static: Static | None = None
+
+    def current_forward(self) -> Callable[..., Any]:
+        """What a call would run without aotcache."""
+        return self._own_forward or _of_class(self.module)
 
     def static(self) -> Static:
         """The fingerprint, made anew when anything it was made from has changed.
@@ -141,6 +155,8 @@ class Region:
         """
         known = self._static
         if known is None or not known.still_true():
+            self.forward = self.current_forward()
+            self.signature = inspect.signature(self.forward)
             known = self._static = fingerprint_module(self.name, self.module, self.forward)
         return known
 
@@ -148,7 +164,7 @@ class Region:
         """Describe a call: its tensors by slot, and its key.
 
         Raises:
-            TypeError: the arguments do not fit forward's signature, as eager raises.
+            ArgumentsRefused: the arguments do not fit forward's signature; a TypeError, as eager raises.
             CallRefused: an argument that no artifact can take.
             Unfingerprintable: see `static`.
         """
@@ -156,11 +172,12 @@ class Region:
         slots: dict[int, int] = {}
         tensors: list[torch.Tensor] = []
         holder_slots: list[int] = []
-        kinds: list[str] = []
+        kinds: list[SlotKind] = []
         names: list[str] = []
         structure: Items = list(static.structure)
         for holder in static.holders:
             value = holder.holder[holder.name]
+            _require_plain(self.name, holder, value)
             slot = slots.get(id(value))
             if slot is None:
                 slot = slots[id(value)] = len(tensors)
@@ -192,8 +209,14 @@ class Region:
                 Component("structure", tuple(structure + metadata[:own])),
                 Component(
                     "call",
-                    (("device", device), ("mode", mode), *flattener.items, *metadata[own:],
-                     *walker.items, *_files(walker)),
+                    (
+                        ("device", device),
+                        ("mode", mode),
+                        *flattener.items,
+                        *metadata[own:],
+                        *walker.items,
+                        *_files(walker),
+                    ),
                 ),
                 Component("ambient", tuple(ambient_items)),
                 self._compile,
@@ -204,7 +227,14 @@ class Region:
     def _arguments(
         self, flattener: Flattener, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tree.Template:
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            found = ", ".join([*("a positional argument" for _ in args), *(f"{name}=..." for name in kwargs)])
+            raise ArgumentsRefused(
+                f"region {self.name!r}: {error}; expected {self.signature}, found ({found})",
+                region=self.name,
+            ) from error
         given = set(bound.arguments)
         bound.apply_defaults()
         flattener.lines.append(
@@ -248,9 +278,33 @@ class Region:
         everything found in the arguments. Single-threaded: the module is changed meanwhile.
         """
         arguments = call.arguments.build(tensors)
-        bound = inspect.BoundArguments(self.signature, dict(arguments))  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self.signature, dict(arguments))
         with _swapped(call, tensors):
             return self.forward(*bound.args, **bound.kwargs)
+
+
+def _of_class(module: nn.Module) -> Callable[..., Any]:
+    """The forward that the module's class gives it now."""
+    found = inspect.getattr_static(type(module), "forward").__get__(module, type(module))
+    forward: Callable[..., Any] = found
+    return forward
+
+
+def _is_of_class(forward: Callable[..., Any], module: nn.Module) -> bool:
+    # Bound methods are equal where function and object are the same.
+    return forward == _of_class(module)
+
+
+def _require_plain(region: str, holder: Holder, value: Any) -> None:
+    if type(value) not in EXACT or value.layout is not torch.strided or value.is_meta:
+        raise CallRefused(
+            f"region {region!r}: {holder.kind} {holder.qualname} is a {type(value).__module__}."
+            f"{type(value).__qualname__}"
+            + (f" of layout {value.layout} on {value.device}" if isinstance(value, torch.Tensor) else "")
+            + ", expected a plain strided torch.Tensor with memory of its own",
+            region=region,
+            input=holder.qualname,
+        )
 
 
 def original_forward(module: nn.Module) -> Callable[..., Any]:
@@ -318,7 +372,11 @@ def _walk(
     # Parameters and buffers come last so that their slots are numbered in one order.
     tensors: list[Holder] = []
     for label, module in root.named_modules():
-        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+        tables: tuple[tuple[SlotKind, Any], ...] = (
+            ("parameter", module._parameters),
+            ("buffer", module._buffers),
+        )
+        for kind, table in tables:
             walker.checks.length(table)
             for key, value in table.items():
                 qualname = f"{label}.{key}" if label else key
@@ -345,7 +403,8 @@ def _refuse_hooks(walker: Walker, name: str, label: str, module: nn.Module, root
                 f"region {name!r}: submodule {label!r} has a hook in {hooks[1:]} "
                 f"({getattr(first, '__qualname__', first)!r}); inside a region it would be baked in or skipped. "
                 "Put the hook on the region itself, where it runs as always, or choose a smaller region",
-                region=name, submodule=label,
+                region=name,
+                submodule=label,
             )
 
 
@@ -362,6 +421,7 @@ def _code(walker: Walker, where: str, module: nn.Module, forward: Callable[..., 
         if "forward" in vars(base):
             walker.checks.item(vars(base), "forward", vars(base)["forward"])
             break
+        walker.checks.absent(vars(base), "forward")
     if origin(cls) in ("torch", "stdlib") and origin(function) in ("torch", "stdlib"):
         walker.add(where, f"class:{cls.__module__}.{cls.__qualname__}")
         return
@@ -376,7 +436,8 @@ def _plain_attributes(
     trusted = origin(type(module)) in ("torch", "stdlib")
     own = module.__dict__
     reads_training = "training" in (
-        facts(type(module).forward.__code__).names if trusted and hasattr(type(module).forward, "__code__")
+        facts(type(module).forward.__code__).names
+        if trusted and hasattr(type(module).forward, "__code__")
         else walker.names
     )
     if reads_training:

@@ -73,7 +73,7 @@ class State:
     attributes: Entries
 
     def build(self, tensors: Sequence[Any]) -> Any:
-        value = object.__new__(self.kind)
+        value: Any = object.__new__(self.kind)
         value.__dict__.update(self.attributes.build(tensors))
         return value
 
@@ -179,6 +179,10 @@ def from_json(data: Any) -> Template:
             return Constant(value)
         if kind in ("tuple", "list") and isinstance(value, list):
             return Items(tuple if kind == "tuple" else list, tuple(from_json(v) for v in value))
-        if kind == "dict" and isinstance(value, list) and all(isinstance(p, list) and len(p) == 2 for p in value):
+        if (
+            kind == "dict"
+            and isinstance(value, list)
+            and all(isinstance(p, list) and len(p) == 2 for p in value)
+        ):
             return Entries(tuple(k for k, _ in value), tuple(from_json(v) for _, v in value))
     raise ManifestError(f"output tree {data!r} is none of tensor, constant, tuple, list, dict")

@@ -27,7 +27,7 @@ from aotcache.lockfile import lock_path, read_lock
 from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing
 from aotcache.runtime.dispatch import Records, make_record
-from aotcache.runtime.resolve import Resolved, Resolver, explain
+from aotcache.runtime.resolve import Resolver, explain
 from aotcache.runtime.stats import Stats
 from aotcache.spec import Spec, load_spec
 from aotcache.store import open_store
@@ -48,10 +48,14 @@ class Attachment:
     def __init__(self, name: str, module: nn.Module, original: Callable[..., Any], handle: Handle) -> None:
         self.name = name
         self.module = module
-        self.original = original
         self.handle = handle
         self.region = Region(name, module, handle.options, original)
         self.records = Records()
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What the module ran before, or runs now that its class was patched."""
+        return self.region.current_forward()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call."""
@@ -108,7 +112,7 @@ class Attachment:
     def rebound(self, module: nn.Module) -> Attachment:
         """The same attachment for a copy of the module."""
         original = self.original
-        if isinstance(original, types.MethodType):
+        if isinstance(original, types.MethodType) and original.__self__ is self.module:
             original = types.MethodType(original.__func__, module)
         return Attachment(self.name, module, original, self.handle)
 
@@ -126,7 +130,10 @@ def _nothing() -> None:
 
 def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """The bound method that stands in an attached module's place of `forward`."""
-    attachment: Attachment = self.__dict__[ATTACHED]
+    attachment: Attachment | None = self.__dict__.get(ATTACHED)
+    if attachment is None:
+        # Detached since the caller took hold of this method.
+        return type(self).forward(self, *args, **kwargs)
     if attachment.module is not self:
         attachment = self.__dict__[ATTACHED] = attachment.rebound(self)
     return attachment.call(args, kwargs)
@@ -229,7 +236,10 @@ class Handle:
             attachment = module.__dict__.pop(ATTACHED, None)
             if attachment is None:
                 continue
-            module.__dict__.pop("forward", None)
+            placed = module.__dict__.get("forward")
+            if getattr(placed, "__func__", None) is not forward:
+                continue  # somebody put another forward in its place, which stays
+            del module.__dict__["forward"]
             if module.forward != attachment.original:
                 module.__dict__["forward"] = attachment.original
         self._attached.clear()
@@ -295,7 +305,13 @@ def attach(
     )
     wire = tripwire.install(forbid_tracing) if forbid_tracing is not None else None
     return Handle(
-        regions, resolver, options=options, on_miss=on_miss, counters=counters, locked=locked, wire=wire,
+        regions,
+        resolver,
+        options=options,
+        on_miss=on_miss,
+        counters=counters,
+        locked=locked,
+        wire=wire,
         warm_line=f"aotcache warm {spec.path}",
     )
 

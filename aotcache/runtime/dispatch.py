@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aotcache.runtime.function import Executable
 
 # private torch names, tried on 2.13.0
-from torch._C._dynamo.guards import TensorGuards  # noqa: E402
+from torch._C._dynamo.guards import TensorGuards
 
 _MAX_RECORDS = 16
 _CUDA_ALIGNMENT = 16
@@ -97,7 +97,7 @@ def make_record(call: Call, executable: Executable) -> Record:
     changes = tuple(
         (i, tuple(slot.stride))
         for i, (tensor, slot) in enumerate(zip(call.tensors, manifest.inputs, strict=True))
-        if not has_strides(tensor, tuple(slot.stride))
+        if not has_strides(tensor, tuple(slot.stride)) or tensor.is_neg() or tensor.is_conj()
     )
     device = call.tensors[0].device.type if call.tensors else "cpu"
     return Record(
@@ -160,7 +160,7 @@ def _make_fetch(call: Call) -> Callable[[], list[torch.Tensor] | None]:
         "  return fetch\n"
     )
     scope: dict[str, Any] = {}
-    exec(source, scope)  # noqa: S102 - built from names of this function and repr of parameter names
+    exec(source, scope)
     made: Callable[[], list[torch.Tensor] | None] = scope["make"](*env.values())
     return made
 
@@ -169,9 +169,10 @@ def _tensor_check(tensors: Sequence[torch.Tensor]) -> _TensorCheck:
     # Strides of size-1 dimensions mean nothing; None is the wildcard.
     if not tensors:
         return lambda *_: True
-    sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
-    strides: list[list[int | None]] = [
-        [None if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)] for t in tensors
+    sizes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [
+        [None if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+        for t in tensors
     ]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: _TensorCheck = guards.check

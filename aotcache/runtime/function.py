@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -10,6 +12,14 @@ from torch.autograd.function import once_differentiable
 from aotcache.errors import CallRefused
 from aotcache.manifest import Manifest, OutputSlot
 from aotcache.runtime.runner import Runner
+
+
+# private torch names, tried on 2.13.0
+def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its Python part, which serves functorch alone and costs as
+    much as the rest; the dispatcher sends no call here under a functorch transform."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 class Executable:
@@ -26,13 +36,12 @@ class Executable:
         self.manifest = manifest
         self._forward = forward
         self._outputs = len(manifest.outputs)
-        slots = range(len(manifest.inputs))
-        wanted = [slot.requires_grad for slot in manifest.inputs]
-        self._differentiable = [i for i in slots if wanted[i]]
-        self._others = [i for i in slots if not wanted[i]]
-        self._plain_outputs = [i for i, slot in enumerate(manifest.outputs) if not slot.differentiable]
+        self._pick_differentiable = _picker(
+            [i for i, slot in enumerate(manifest.inputs) if slot.requires_grad]
+        )
+        self._pick_others = _picker([i for i, slot in enumerate(manifest.inputs) if not slot.requires_grad])
         if backward is not None:
-            self._function = _make_function(self, manifest, forward, backward)
+            self._apply = _apply_of(_make_function(manifest, forward, backward))
 
     def infer(self, tensors: list[torch.Tensor]) -> list[Any]:
         """The outputs, without a backward.
@@ -40,8 +49,7 @@ class Executable:
         Args:
             tensors: One per input slot, as the manifest describes them.
         """
-        with torch.no_grad():
-            return self._forward.run(tensors)[: self._outputs]
+        return self._forward.run(tensors)[: self._outputs]
 
     def train(self, tensors: list[torch.Tensor]) -> list[Any]:
         """The outputs, with gradients for every input slot that wants one.
@@ -49,56 +57,66 @@ class Executable:
         Args:
             tensors: One per input slot, as the manifest describes them.
         """
-        others = tuple(tensors[i] for i in self._others)
-        found = self._function.apply(others, *(tensors[i] for i in self._differentiable))
-        return list(found) if isinstance(found, tuple) else [found]
+        return list(self._apply(self._pick_others(tensors), *self._pick_differentiable(tensors)))
 
 
-def _make_function(executable: Executable, manifest: Manifest, forward: Runner, backward: Runner) -> Any:
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that takes the items at `positions`, in C."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda items: tuple(items[i] for i in positions)
+
+
+def _make_function(manifest: Manifest, forward: Runner, backward: Runner) -> type[torch.autograd.Function]:
+    """The autograd function of one pair.
+
+    Its first argument is a tuple of the tensors that want no gradient, which autograd then
+    need not look at; the others follow. Inside, a call is one list: differentiable slots,
+    other slots, outputs, intermediates.
+    """
     pair = manifest.pair
     assert pair is not None
     outputs = manifest.outputs
     count = len(outputs)
-    differentiable, others = executable._differentiable, executable._others
-    # Where each input slot is found again: position among the differentiable ones, or the others.
-    places = {slot: (True, i) for i, slot in enumerate(differentiable)}
-    places |= {slot: (False, i) for i, slot in enumerate(others)}
-    saved_inputs = [places[slot] for slot in pair.saved_inputs]
-    positions = {slot: i for i, slot in enumerate(differentiable)}
-    targets = [positions.get(slot) for slot in pair.gradients]
-    plain_outputs = executable._plain_outputs
-    saved_outputs = pair.saved_outputs
+    differentiable = [i for i, slot in enumerate(manifest.inputs) if slot.requires_grad]
+    others = [i for i, slot in enumerate(manifest.inputs) if not slot.requires_grad]
+    place = {slot: i for i, slot in enumerate([*differentiable, *others])}
+    total = len(place)
+    to_slots = _picker([place[slot] for slot in range(total)])
+    to_save = _picker(
+        [
+            *(place[slot] for slot in pair.saved_inputs),
+            *(total + i for i in pair.saved_outputs),
+            *(total + count + i for i in range(pair.intermediates)),
+        ]
+    )
+    plain = [i for i, slot in enumerate(outputs) if not slot.differentiable]
+    targets = [place[slot] for slot in pair.gradients]
+    tangents = [(i, outputs[i]) for i in pair.tangents]
+    gradients = len(differentiable)
 
     class Pair(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, rest: tuple[torch.Tensor, ...], *inputs: torch.Tensor) -> Any:
-            slots: list[Any] = [None] * (len(inputs) + len(rest))
-            for i, slot in enumerate(differentiable):
-                slots[slot] = inputs[i]
-            for i, slot in enumerate(others):
-                slots[slot] = rest[i]
-            found = forward.run(slots)
-            results, intermediates = found[:count], found[count:]
-            ctx.save_for_backward(
-                *(inputs[i] if own else rest[i] for own, i in saved_inputs),
-                *(results[i] for i in saved_outputs),
-                *intermediates,
-            )
-            if plain_outputs:
-                ctx.mark_non_differentiable(*(results[i] for i in plain_outputs))
-            return tuple(results)
+            tensors: list[Any] = [*inputs, *rest]
+            found = forward.run(list(to_slots(tensors)))
+            tensors += found
+            ctx.save_for_backward(*to_save(tensors))
+            if plain:
+                ctx.mark_non_differentiable(*(found[i] for i in plain))
+            return tuple(found[:count])
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            saved = ctx.saved_tensors
-            tangents = [conform(gradients[i], outputs[i], i) for i in pair.tangents]
-            found = backward.run([*saved, *tangents])
-            result: list[torch.Tensor | None] = [None] * len(differentiable)
-            for place, gradient in zip(targets, found, strict=True):
-                if place is not None and ctx.needs_input_grad[place + 1]:
-                    result[place] = gradient
-            return (None, *result)
+        def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+            tensors: list[torch.Tensor] = [*ctx.saved_tensors]
+            tensors += [conform(incoming[i], slot, i) for i, slot in tangents]
+            found = backward.run(tensors)
+            result: list[torch.Tensor | None] = [None] * (1 + gradients)
+            for position, gradient in zip(targets, found, strict=True):
+                if ctx.needs_input_grad[1 + position]:
+                    result[1 + position] = gradient
+            return tuple(result)
 
     return Pair
 
@@ -114,7 +132,9 @@ def conform(gradient: torch.Tensor, slot: OutputSlot, index: int) -> torch.Tenso
         raise CallRefused(
             f"the incoming gradient of output {index} is {found} {tuple(gradient.shape)}, expected "
             f"{slot.dtype} {tuple(slot.shape)}",
-            output=index, expected=(slot.dtype, tuple(slot.shape)), found=(found, tuple(gradient.shape)),
+            output=index,
+            expected=(slot.dtype, tuple(slot.shape)),
+            found=(found, tuple(gradient.shape)),
         )
     if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
         raise CallRefused(

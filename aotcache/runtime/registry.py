@@ -168,7 +168,9 @@ def _problem(manifest: Manifest, folder: Path, home: Path) -> CorruptArtifact | 
         if found != digest:
             return CorruptArtifact(
                 f"{path}: expected sha256 {digest}, found {found}; delete {folder}, it is made anew",
-                path=str(path), expected=digest, found=found,
+                path=str(path),
+                expected=digest,
+                found=found,
             )
     return None
 
@@ -212,7 +214,8 @@ def _extract(package: zipfile.ZipFile, info: zipfile.ZipInfo, manifest: Manifest
         )
     if ".." in Path(info.filename).parts or Path(info.filename).is_absolute():
         raise CorruptArtifact(
-            f"artifact {manifest.digest}: member {info.filename!r} leads out of its folder", digest=manifest.digest
+            f"artifact {manifest.digest}: member {info.filename!r} leads out of its folder",
+            digest=manifest.digest,
         )
     if not info.filename.endswith((".so", ".json")):
         return

@@ -155,7 +155,9 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
         lines.append("the store holds no entry in this mode")
     else:
         manifest, differences = found
-        lines.append(f"nearest stored entry: {manifest.key} (region {manifest.region!r}, bucket {manifest.bucket})")
+        lines.append(
+            f"nearest stored entry: {manifest.key} (region {manifest.region!r}, bucket {manifest.bucket})"
+        )
         lines += [f"  {d}" for d in differences[:_NEAREST]]
         if len(differences) > _NEAREST:
             lines.append(f"  and {len(differences) - _NEAREST} more")
@@ -165,7 +167,8 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
 
 def _strides_aside(parts: KeyParts) -> str:
     items = (
-        f"{c.name}\0{name}\0{_STRIDES.sub('strides *', value)}" for c in parts.components for name, value in c.items
+        f"{c.name}\0{name}\0{_STRIDES.sub('strides *', value)}"
+        for c in parts.components
+        for name, value in c.items
     )
     return "\1".join(items)
-

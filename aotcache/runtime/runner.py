@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,17 @@ from aotcache.errors import CallRefused, RejectedArtifact
 _to_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
 _from_handles = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 
+_CAPSULE_POINTER = 16
+"""Bytes from the start of a capsule object to the pointer in it, in CPython to this day."""
+
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+_CPU = torch.device("cpu")
 
 _CREATE = "AOTInductorModelContainerCreateWithDevice"
 _DELETE = "AOTInductorModelContainerDelete"
@@ -37,10 +42,32 @@ _OUTPUTS = "AOTInductorModelContainerGetNumOutputs"
 _LAST_ERROR = "AOTInductorGetLastError"
 
 
-class _Container:
-    """One thread's container on one device, with the arrays its calls reuse."""
+@cache
+def _slots_readable() -> bool:
+    """Whether a capsule's pointer can be read and written in place.
 
-    __slots__ = ("_delete", "handle", "inputs", "outputs")
+    Asking the C API through ctypes costs a third of a microsecond each, and a call has dozens
+    of tensors. Where an interpreter lays capsules out in another way, the C API is asked.
+    """
+    marks = (0x1234567890, 0x1234567898)
+    capsule = _new_capsule(marks[0], None, None)
+    if object.__sizeof__(capsule) < _CAPSULE_POINTER + 8:
+        return False
+    slot = _slot_of(capsule)
+    if slot.value != marks[0]:
+        return False
+    slot.value = marks[1]
+    return bool(_pointer_of(capsule, None) == marks[1])
+
+
+def _slot_of(capsule: Any) -> ctypes.c_uint64:
+    return ctypes.c_uint64.from_address(id(capsule) + _CAPSULE_POINTER)
+
+
+class _Container:
+    """One thread's container on one device, with the arrays and capsules its calls reuse."""
+
+    __slots__ = ("_delete", "capsules", "handle", "inputs", "outputs", "slots")
 
     def __init__(self, library: Library, device: str) -> None:
         handle = ctypes.c_void_p()
@@ -54,6 +81,8 @@ class _Container:
         self._delete = library.delete
         self.inputs = (ctypes.c_void_p * library.inputs)()
         self.outputs = (ctypes.c_void_p * library.outputs)()
+        self.capsules = [_new_capsule(1, None, None) for _ in range(library.outputs)]
+        self.slots = [_slot_of(capsule) for capsule in self.capsules] if _slots_readable() else []
 
     def __del__(self) -> None:
         # Ends with the thread that made it: its thread-local dictionary goes.
@@ -98,7 +127,8 @@ class Library:
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p,
         ]  # fmt: skip
         self._local = threading.local()
-        container = self._container(torch.device("cpu") if self._is_cpu() else torch.device("cuda"))
+        self._cuda = "libcuda.so.1" in _needed(path)
+        container = self._container(torch.device("cuda") if self._cuda else _CPU)
         found = []
         for count in counts:
             count.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)]
@@ -108,20 +138,17 @@ class Library:
         if found != [inputs, outputs]:
             raise RejectedArtifact(
                 f"{path} takes {found[0]} tensors and returns {found[1]}; its manifest says {inputs} and {outputs}",
-                path=str(path), expected=(inputs, outputs), found=tuple(found),
+                path=str(path),
+                expected=(inputs, outputs),
+                found=tuple(found),
             )
 
-    def _is_cpu(self) -> bool:
-        return "libcuda.so.1" not in _needed(self.path)
-
     def _container(self, device: torch.device) -> _Container:
-        containers: dict[torch.device, _Container] | None = getattr(self._local, "containers", None)
-        if containers is None:
-            # Initialises torch's thread count here: set_num_threads reaches a new thread only then.
-            torch.get_num_threads()
-            containers = self._local.containers = {}
+        containers: dict[Any, _Container] = self._local.__dict__
         container = containers.get(device)
         if container is None:
+            # Initialises torch's thread count here: set_num_threads reaches a new thread only then.
+            torch.get_num_threads()
             container = containers[device] = _Container(self, str(device))
         return container
 
@@ -132,7 +159,7 @@ class Library:
             return "no message"
         return message.value.decode(errors="replace")
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Run the graph in this thread, the GIL released.
 
         Args:
@@ -144,33 +171,51 @@ class Library:
         Raises:
             CallRefused: the library reports an error. Other threads are not affected.
         """
-        device = tensors[0].device if tensors else torch.device("cpu")
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                return self._run_on(tensors, device, torch.cuda.current_stream(device).cuda_stream)
-        return self._run_on(tensors, device, None)
+        if not self._cuda:
+            return self._run_on(tensors, _CPU, None)
+        device = tensors[0].device
+        with torch.cuda.device(device):
+            return self._run_on(tensors, device, torch.cuda.current_stream(device).cuda_stream)
 
     def _run_on(
-        self, tensors: Sequence[torch.Tensor], device: torch.device, stream: int | None
+        self, tensors: list[torch.Tensor], device: torch.device, stream: int | None
     ) -> list[torch.Tensor | None]:
         if len(tensors) != self.inputs:
             raise CallRefused(
                 f"{self.path.name} takes {self.inputs} tensors, found {len(tensors)}",
-                expected=self.inputs, found=len(tensors),
+                expected=self.inputs,
+                found=len(tensors),
             )
         container = self._container(device)
         inputs, outputs = container.inputs, container.outputs
         # The library takes over the handles that it is given, and frees them.
-        for i, capsule in enumerate(_to_handles(list(tensors))):
-            inputs[i] = _pointer_of(capsule, None)
+        capsules = _to_handles(tensors)
+        if container.slots:
+            at = ctypes.c_uint64.from_address
+            inputs[:] = [at(id(capsule) + _CAPSULE_POINTER).value for capsule in capsules]
+        else:
+            inputs[:] = [_pointer_of(capsule, None) for capsule in capsules]
         code = self._run(container.handle, inputs, self.inputs, outputs, self.outputs, stream, None)
         if code:
-            raise CallRefused(
-                f"{self.path.name} failed: {self.last_error()}", path=str(self.path),
-            )
-        handles = [outputs[i] for i in range(self.outputs)]
-        made = iter(_from_handles([_new_capsule(h, None, None) for h in handles if h]))
-        return [next(made) if h else None for h in handles]
+            raise CallRefused(f"{self.path.name} failed: {self.last_error()}", path=str(self.path))
+        return _take(container)
+
+
+def _take(container: _Container) -> list[torch.Tensor | None]:
+    """The tensors whose handles a run has left in the container's outputs."""
+    handles = container.outputs[:]
+    if container.slots:
+        for slot, handle in zip(container.slots, handles, strict=True):
+            slot.value = handle or 0
+        filled = container.capsules
+    else:
+        filled = [_new_capsule(handle, None, None) for handle in handles if handle]
+    if None not in handles:
+        return [*_from_handles(filled)]
+    if container.slots:
+        filled = [c for c, handle in zip(container.capsules, handles, strict=True) if handle]
+    made = iter(_from_handles(filled))
+    return [next(made) if handle else None for handle in handles]
 
 
 class PackageRunner:
@@ -187,7 +232,7 @@ class PackageRunner:
         self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(archive), member, False, 1, -1)
         self._lock = threading.Lock()
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """As `Library.run`."""
         with self._lock:
             found = self._loader.boxed_run(list(tensors))
