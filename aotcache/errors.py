@@ -18,6 +18,7 @@ AotcacheError
 ├── RejectedArtifact          this host must not open that artifact
 ├── ArtifactMiss              nothing covers this call (on_miss="raise")
 ├── CallRefused               a call does not fit the artifact it was meant for
+│   └── ArgumentsRefused      its arguments do not fit forward's signature; also a TypeError
 ├── NoBucket                  no bucket holds this batch
 └── TracingForbidden          something tried to trace in a worker
 """

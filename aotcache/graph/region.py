@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from aotcache.errors import CallRefused, UnsupportedGraph
+from aotcache.errors import ArgumentsRefused, CallRefused, UnsupportedGraph
 from aotcache.graph import ambient, tree
 from aotcache.graph.code import facts
 from aotcache.graph.fingerprint import Items, Walker, module_internals, origin
