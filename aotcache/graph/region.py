@@ -189,6 +189,7 @@ class Region:
         walker = Walker(self.name, {}, static.names)
         flattener = Flattener(self.name, walker, slots)
         arguments = self._arguments(flattener, args, kwargs)
+        walker.read_environment()
         tensors += flattener.tensors
         kinds += ["lifted" if inside else "input" for inside in flattener.lifted]
         names += flattener.names
@@ -337,6 +338,7 @@ def fingerprint_module(name: str, module: nn.Module, forward: Callable[..., Any]
         structure, holders = _walk(walker, name, module, forward)
         if (walker.names, walker.texts) == known:
             break
+    walker.read_environment()
     code = Component("code", (*walker.items, *_files(walker)))
     return Static(code, tuple(structure), tuple(holders), frozenset(walker.names), walker.checks.compile())
 
@@ -363,6 +365,8 @@ def _walk(
         where = label or "(root)"
         structure.append((where, f"{type(module).__module__}.{type(module).__qualname__}"))
         walker.checks.attribute(module, "__class__", type(module))
+        for table in ("_modules", "_parameters", "_buffers"):
+            walker.checks.item(module.__dict__, table, module.__dict__[table])
         _refuse_hooks(walker, name, label, module, root)
         for child, sub in module._modules.items():
             walker.checks.item(module._modules, child, sub)
