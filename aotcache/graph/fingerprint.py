@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import io
 import logging
+import os
 import re
 import sys
 import sysconfig
@@ -62,6 +63,9 @@ _DESCRIPTORS = (
     types.ClassMethodDescriptorType,
     types.BuiltinFunctionType,
 )
+# How code gets at environment variables, and what their names look like.
+_ENVIRONMENT = frozenset({"environ", "environb", "getenv"})
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+\Z")
 _ALWAYS = frozenset({"__init__", "__new__", "__call__", "__post_init__", "__getattr__", "__getitem__"})
 _MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
 
@@ -116,6 +120,7 @@ class Walker:
         self.checks = Checks()
         self.files: dict[str, str] = {}
         self.dynamic = False
+        self.environment = False
         self._seen: dict[int, str] = {}
         self._keep: list[Any] = []
 
@@ -160,6 +165,9 @@ class Walker:
         kind = type(value)
         if id(value) in self.modules:
             self.add(path, f"module:{self.modules[id(value)]}")
+        elif value is os.environ or value is os.getenv:
+            self.environment = True
+            self.add(path, "environment")
         elif isinstance(value, types.FunctionType):
             self.function(path, value, deep=deep)
         elif isinstance(value, types.MethodType):
@@ -261,12 +269,25 @@ class Walker:
         if isinstance(value, set):
             self.checks.equal(value, frozenset(value))
 
+    def read_environment(self) -> None:
+        """Where some code on the way reads the environment: the variables that are set and whose
+        names stand in the code. Call it last, when all names are known."""
+        if not self.environment:
+            return
+        table = os.environ._data  # type: ignore[attr-defined]  # what os.environ is a view of
+        for name in sorted(n for n in self.names if _VARIABLE.match(n)):
+            encoded = os.environ.encodekey(name)
+            self.checks.item(table, encoded, table.get(encoded))
+            if name in os.environ:
+                self.add(f"environment {name}", plain(os.environ[name]) or "")
+
     # -- code ---------------------------------------------------------------
 
     def note_code(self, code_facts: CodeFacts) -> None:
         """Take over what a function reads."""
         self.names |= code_facts.names
         self.dynamic = self.dynamic or code_facts.dynamic
+        self.environment = self.environment or not _ENVIRONMENT.isdisjoint(code_facts.names)
         for file in code_facts.files:
             digest = file_digest(file)
             if digest is not None:
