@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,25 @@ def _home_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     patch.delenv("AOTCACHE_STORE", raising=False)
     yield home
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def warmed(_home_of_this_run: Path) -> Callable[..., str]:
+    """Warms a spec once in a session, into the store of this run; returns the store's URL."""
+    import aotcache
+
+    done: dict[tuple[str, str], str] = {}
+
+    def warm(spec: Any, **options: Any) -> str:
+        loaded = aotcache.load_spec(spec) if isinstance(spec, str | Path) else spec
+        mark = (str(loaded.path), repr(options))
+        if mark not in done:
+            report = aotcache.warm(loaded, jobs=2, **options)
+            assert report.ok, [str(built.error) for built in report.failed]
+            done[mark] = aotcache.open_store(options.get("store")).url
+        return done[mark]
+
+    return warm
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
