@@ -31,7 +31,14 @@ _KEPT = (
     "CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "XDG_CACHE_HOME",
     "SSL_CERT_FILE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
 )  # fmt: skip
-_HARMLESS_TORCH = frozenset({"TORCH_HOME", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_HUB"})
+# Folders, logs and downloads. torch itself puts the cache folders into the environment of any
+# process that imports enough of it, a training one too; a builder has folders of its own.
+_HARMLESS_TORCH = frozenset(
+    {
+        "TORCH_HOME", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_HUB",
+        "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+    }
+)  # fmt: skip
 _REFUSED_PREFIXES = ("TORCH", "TRITON_", "INDUCTOR_", "PYTORCH_", "ATEN_", "AOT_INDUCTOR_")
 _USER = "aotcache"
 """Who the builder is to torch, which names a folder of the temporary directory by the user; an
@@ -80,9 +87,9 @@ class Sandbox:
     ) -> None:
         self._seconds = seconds
         self._memory = memory
+        environment = scrubbed(os.environ)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the sandbox
         to_child, from_child = os.pipe(), os.pipe()
-        environment = scrubbed(os.environ)
         # Everything temporary goes to the staging folder, which the parent removes.
         environment |= {
             "TMPDIR": str(staging),

@@ -1,0 +1,27 @@
+"""What a builder gets of its parent's environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aotcache.compile.sandbox import Sandbox, scrubbed
+from aotcache.errors import ConfigError
+
+
+def test_what_would_change_the_code_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="TORCHINDUCTOR_MAX_AUTOTUNE, TRITON_INTERPRET"):
+        scrubbed({"PATH": "/bin", "TRITON_INTERPRET": "1", "TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
+
+
+def test_folders_that_torch_itself_sets_are_left_out() -> None:
+    kept = scrubbed({"PATH": "/bin", "TORCHINDUCTOR_CACHE_DIR": "/c", "TRITON_CACHE_DIR": "/t", "RANK": "1"})
+    assert kept == {"PATH": "/bin"}
+
+
+def test_a_refused_environment_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    with pytest.raises(ConfigError):  # a file left open would be a warning, which is an error here
+        Sandbox({}, tmp_path, headers=tmp_path, seconds=1, memory=None)
+    assert list(tmp_path.iterdir()) == []
