@@ -8,6 +8,7 @@ attention, output linear, RMSNorm, mean-square loss. `FlexBlock` uses flex atten
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -94,9 +95,23 @@ class Tiny(nn.Module):
         return ((x - target).pow(2) * real).sum() / (real.sum().clamp(min=1) * HIDDEN)
 
 
-def build(flex: bool = False, blocks: int = 1, meta: str = "") -> Tiny:
+MARK = torch.arange(1024, dtype=torch.float32) * 1e-5 + 0.00123
+"""4 KB that a marked drafter has in its first weight, and nothing else in the world."""
+
+
+def bf16() -> AbstractContextManager[Any]:
+    """A context for steps: bf16 autocast."""
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def build(flex: bool = False, blocks: int = 1, meta: str = "", marked: bool = False) -> Tiny:
     """The factory: on real memory, on the meta device, or inside a FakeTensorMode of its own."""
     torch.manual_seed(0)
+    if marked:
+        model = Tiny(flex, blocks)
+        with torch.no_grad():
+            model.get_parameter("blocks.0.qkv.weight").view(-1)[: MARK.numel()] = MARK
+        return model
     if meta == "meta":
         with torch.device("meta"):
             return Tiny(flex, blocks)
@@ -119,3 +134,10 @@ def batch(bucket: dict[str, int], device: Any) -> tuple[tuple[()], dict[str, Ten
         "documents": documents.to(device),
         "target": torch.randn(rows, length, HIDDEN, device=device),
     }
+
+
+def leaf_batch(bucket: dict[str, int], device: Any) -> tuple[tuple[()], dict[str, Tensor]]:
+    """The same with hidden states that a gradient is wanted for."""
+    args, kwargs = batch(bucket, device)
+    kwargs["x"].requires_grad_(True)
+    return args, kwargs
