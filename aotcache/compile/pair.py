@@ -23,6 +23,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from aotcache.compile.export import fresh_examples
 from aotcache.compile.graphs import (
     attribute,
     blank,
@@ -144,7 +145,7 @@ def make_pair(
         )
     with ExitStack() as stack, torch.enable_grad(), no_autocast():
         try:
-            joint = _joint_graph(stack, module, examples)
+            joint = _joint_graph(stack, module, fresh_examples(examples, train=True))
         except Exception as error:
             raise CompileFailed(
                 f"region {region!r}: the joint trace of forward and backward failed: "

@@ -44,6 +44,7 @@ def test_slots_say_what_the_call_was_made_with() -> None:
     assert not any(s.requires_grad for s in _prepare(train=False).inputs)
 
 
+@pytest.mark.slow
 def test_twenty_traces_of_one_call_have_one_content() -> None:
     # Case A1: what is asked for again is found again, and compiled once.
     assert len({_prepare().content for _ in range(20)}) == 1
@@ -77,7 +78,8 @@ def test_parameters_from_another_fake_mode_are_prepared_like_real_ones() -> None
     with FakeTensorMode():
         fake = [torch.empty(4, 4, requires_grad=True) for _ in range(2)]
     keys = set()
-    for examples in (real, fake):
+    meta = [torch.empty(4, 4, device="meta", requires_grad=True) for _ in range(2)]
+    for examples in (real, fake, meta):
         program = pipeline.export(lambda x, w: (x @ w,), examples, "xw", region="r", train=True)
         keys.add(
             pipeline.prepare(
