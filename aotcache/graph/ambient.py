@@ -9,6 +9,9 @@ import torch
 # private torch names, tried on 2.13.0
 _C = torch._C
 
+_FULL = {"none": "ieee"}
+"""A backend that nobody set computes in full precision, as one that was set to."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ambient:
@@ -22,7 +25,7 @@ class Ambient:
     default_dtype: torch.dtype
     default_device: str
     deterministic: tuple[bool, bool]
-    matmul_precision: str
+    float32: tuple[str, str]
     sdpa: tuple[bool, bool, bool, bool]
 
     def items(self) -> list[tuple[str, str]]:
@@ -33,7 +36,7 @@ class Ambient:
             ("default_dtype", str(self.default_dtype)),
             ("default_device", self.default_device),
             ("deterministic", f"{self.deterministic[0]} warn_only={self.deterministic[1]}"),
-            ("float32_matmul_precision", self.matmul_precision),
+            ("float32_precision", "matmul={} conv={}".format(*self.float32)),
             ("sdpa", "flash={} efficient={} math={} cudnn={}".format(*self.sdpa)),
         ]
 
@@ -45,7 +48,14 @@ def read(device_type: str) -> Ambient:
 
 def read_tuple(
     device_type: str,
-) -> tuple[tuple[bool, str, bool], torch.dtype, str, tuple[bool, bool], str, tuple[bool, bool, bool, bool]]:
+) -> tuple[
+    tuple[bool, str, bool],
+    torch.dtype,
+    str,
+    tuple[bool, bool],
+    tuple[str, str],
+    tuple[bool, bool, bool, bool],
+]:
     """As `read`, as a bare tuple: the form that the dispatcher compares at every call."""
     enabled = torch.is_autocast_enabled(device_type)
     return (
@@ -57,13 +67,23 @@ def read_tuple(
         torch.get_default_dtype(),
         _default_device(),
         (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()),
-        _C._get_float32_matmul_precision(),
+        _float32_precision("cuda" if device_type == "cuda" else "mkldnn"),
         (
             _C._get_flash_sdp_enabled(),
             _C._get_mem_efficient_sdp_enabled(),
             _C._get_math_sdp_enabled(),
             _C._get_cudnn_sdp_enabled(),
         ),
+    )
+
+
+def _float32_precision(backend: str) -> tuple[str, str]:
+    # torch.get_float32_matmul_precision() raises once fp32_precision of a single backend was set;
+    # this sees both ways of setting it.
+    read = _C._get_fp32_precision_getter
+    return (
+        _FULL.get(found := read(backend, "matmul"), found),
+        _FULL.get(found := read(backend, "conv"), found),
     )
 
 

@@ -45,6 +45,15 @@ def precision(value: str) -> Iterator[None]:
 
 
 @contextmanager
+def backend_precision() -> Iterator[None]:
+    """The newer way, after which torch.get_float32_matmul_precision() raises."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+@contextmanager
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
@@ -83,6 +92,7 @@ CHANGES: dict[str, tuple[Callable[[tiny.Tiny], tiny.Tiny], Callable[[], Any] | N
     "autocast": (same, lambda: torch.autocast("cpu", torch.bfloat16), {}),
     "autocast dtype": (same, lambda: torch.autocast("cpu", torch.float16), {}),
     "TF32": (same, lambda: precision("high"), {}),
+    "bf16 products in float32": (same, backend_precision, {}),
     "deterministic": (same, deterministic, {}),
     "bucket": (same, None, {"length": 128}),
     "batch": (same, None, {"rows": 3}),
