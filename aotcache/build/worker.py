@@ -26,7 +26,8 @@ from aotcache.compile import pipeline
 from aotcache.compile.certify import certify
 from aotcache.errors import AotcacheError, CaptureError
 from aotcache.graph.redirect import redirect_flex
-from aotcache.graph.region import Call, canonical_strides
+from aotcache.graph.region import Call
+from aotcache.graph.strides import canonical_strides
 from aotcache.graph.tree import flatten_output, to_json
 from aotcache.manifest import Certificate, Manifest, Provenance
 from aotcache.runtime import registry
@@ -131,7 +132,8 @@ class Worker:
                 program = pipeline.export(
                     flat, examples, call.names, region=call.region.name, train=call.mode == "train"
                 )
-        with self._stage("pair", key, seconds):
+        # Inductor's lowering reads the determinism flag that the context may have set.
+        with self._stage("pair", key, seconds), self._context():
             prepared = pipeline.prepare(
                 program,
                 examples,
@@ -150,7 +152,7 @@ class Worker:
             other = Manifest.from_json(reply["manifest"].encode(), where="content index")
             built = pipeline.reuse(prepared, other)
         else:
-            with self._stage("compile", key, seconds):
+            with self._stage("compile", key, seconds), self._context():
                 compiled = pipeline.compile_prepared(prepared, workdir)
             assert compiled.archive is not None
             built, archive = compiled, compiled.archive

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from aotcache.errors import CaptureError, SpecError, UnsupportedGraph
-from aotcache.graph.region import ATTACHED, Call, Region
+from aotcache.graph.region import Call, Region
+from aotcache.graph.structure import ATTACHED
 from aotcache.types import CacheKey
 
 

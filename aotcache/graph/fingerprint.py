@@ -24,7 +24,6 @@ import logging
 import os
 import re
 import sys
-import sysconfig
 import threading
 import types
 import weakref
@@ -36,15 +35,11 @@ import torch
 from aotcache.errors import Unfingerprintable
 from aotcache.graph.code import CodeFacts, facts, file_digest
 from aotcache.graph.guards import Checks
+from aotcache.graph.values import functions_of, is_foreign_code, is_trusted_name, origin, plain, slots_of
 
 Items = list[tuple[str, str]]
 
-_STDLIB = frozenset(sys.stdlib_module_names) | {"__future__", "builtins", "typing_extensions"}
-_TRUSTED = frozenset({"torch", "numpy", "aotcache", "functorch"})
-_SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+|<\w+ object")
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice)
-_TORCH_PLAIN = (torch.dtype, torch.layout, torch.memory_format)
 # They steer nothing that a graph could show, and have no value to compare.
 _HARMLESS = (
     logging.Logger,
@@ -67,36 +62,8 @@ _DESCRIPTORS = (
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv"})
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+\Z")
 _ALWAYS = frozenset({"__init__", "__new__", "__call__", "__post_init__", "__getattr__", "__getitem__"})
-_MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
-
-
-def origin(obj: Any) -> str:
-    """`torch`, `stdlib`, `site` (an installed package) or `user`, by the module that defines it."""
-    module = getattr(obj, "__module__", None) or ""
-    root = module.partition(".")[0]
-    if root in _TRUSTED:
-        return "torch"
-    if root in _STDLIB:
-        return "stdlib"
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "site" if file.startswith(_SITE) else "user"
-
-
-def plain(value: Any) -> str | None:
-    """The text of a value that is immutable and means the same in every process, or None."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return f"{kind.__name__}:{value!r}"
-    if isinstance(value, _TORCH_PLAIN):
-        return repr(value)
-    if isinstance(value, torch.device):
-        return f"device:{value.type}"
-    if isinstance(value, torch.Size):
-        return f"size:{tuple(value)}"
-    if isinstance(value, enum.Enum):
-        inner = plain(value.value)
-        return f"{kind.__module__}.{kind.__qualname__}.{value.name}" + (f"={inner}" if inner else "")
-    return None
+_ABSENT = object()
+_NO_MEMBERS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__"})
 
 
 class Walker:
@@ -357,7 +324,7 @@ class Walker:
                 self.checks.item(vars(value), attribute, inner)
                 if self._is_trusted_module(value) and not isinstance(inner, types.ModuleType):
                     # torch's own belongs to the toolchain; what somebody put in its place does not.
-                    if _is_foreign_code(inner):
+                    if is_foreign_code(inner):
                         value, label = inner, f"{label}.{attribute}"
                     break
                 value, label = inner, f"{label}.{attribute}"
@@ -388,8 +355,7 @@ class Walker:
 
     @staticmethod
     def _is_trusted_module(module: types.ModuleType) -> bool:
-        root = module.__name__.partition(".")[0]
-        return root in _TRUSTED or root in _STDLIB
+        return is_trusted_name(module.__name__)
 
     def klass(self, path: str, cls: type, *, deep: bool = True) -> None:
         """A class: its name, bases, and those of its functions that code on the way names."""
@@ -427,7 +393,7 @@ class Walker:
                     self.checks.absent(vars(base), name)
 
     def _member(self, path: str, member: Any) -> None:
-        functions = _functions_of(member)
+        functions = functions_of(member)
         for fn in functions:
             self.visit(path, fn)
         if isinstance(member, dict | list | tuple):
@@ -473,7 +439,7 @@ class Walker:
         """
         state = getattr(value, "__dict__", None)
         if state is None:
-            for name in _slots(type(value)):
+            for name in slots_of(type(value)):
                 if hasattr(value, name) and (name in self.names or every):
                     inner = getattr(value, name)
                     self.checks.attribute(value, name, inner)
@@ -491,38 +457,3 @@ class Walker:
                 continue
             self.checks.item(state, name, inner)
             self.visit(f"{path}.{name}", inner, deep=deep)
-
-
-_ABSENT = object()
-_NO_MEMBERS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__"})
-
-
-def _is_foreign_code(value: Any) -> bool:
-    """Whether somebody put code of their own where torch's or the standard library's stood."""
-    if isinstance(value, types.BuiltinFunctionType | type) or not callable(value):
-        return False
-    return origin(value) in ("user", "site") and getattr(value, "__module__", None) is not None
-
-
-def _functions_of(member: Any) -> list[types.FunctionType]:
-    if isinstance(member, types.FunctionType):
-        return [member]
-    if isinstance(member, staticmethod | classmethod):
-        return _functions_of(member.__func__)
-    if isinstance(member, property):
-        return [f for f in (member.fget,) if isinstance(f, types.FunctionType)]
-    wrapped = getattr(member, "__wrapped__", None) or getattr(member, "func", None)
-    return [wrapped] if isinstance(wrapped, types.FunctionType) else []
-
-
-def _slots(cls: type) -> list[str]:
-    names: list[str] = []
-    for base in cls.__mro__:
-        slots = getattr(base, "__slots__", ())
-        names.extend([slots] if isinstance(slots, str) else slots)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
-
-
-def module_internals() -> frozenset[str]:
-    """Names in a module's `__dict__` that torch itself keeps there."""
-    return _MODULE_INTERNALS

@@ -20,7 +20,8 @@ import torch
 
 from aotcache.errors import CallRefused, Unfingerprintable
 from aotcache.graph import tree
-from aotcache.graph.fingerprint import Items, Walker, origin, plain
+from aotcache.graph.fingerprint import Items, Walker
+from aotcache.graph.values import origin, plain
 
 EXACT = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types of tensors whose memory is all there is to them."""

@@ -22,7 +22,8 @@ from aotcache.config import Settings
 from aotcache.errors import ArtifactMiss, CallRefused, ConfigError, Unfingerprintable, UnsupportedGraph
 from aotcache.graph import ambient
 from aotcache.graph.capture import find_regions
-from aotcache.graph.region import ATTACHED, Region
+from aotcache.graph.region import Region
+from aotcache.graph.structure import ATTACHED
 from aotcache.lockfile import lock_path, read_lock
 from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing

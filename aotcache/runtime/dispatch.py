@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from aotcache.graph import ambient, tree
-from aotcache.graph.region import Call, has_strides
+from aotcache.graph.region import Call
+from aotcache.graph.strides import has_strides
 
 if TYPE_CHECKING:
     from aotcache.runtime.function import Executable
