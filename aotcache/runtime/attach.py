@@ -173,7 +173,7 @@ class Handle:
             module = region.module
             if isinstance(module.__dict__.get(ATTACHED), Attachment):
                 raise ConfigError(
-                    f"region {region.name!r} is attached already; call detach() on the first handle before attaching again",
+                    f"region {region.name!r} is attached already; call detach() on the first handle first",
                     region=region.name,
                 )
             self._put(module, Attachment(region.name, module, region.forward, self))
