@@ -42,15 +42,15 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 # then on the index that torch itself publishes it on. Elsewhere the plain build is the CPU build.
 if ! "$venv/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$torch')" 2>/dev/null; then
     say "installing torch $torch for CPU"
-    pip install -q "torch==$torch+cpu" -c constraints.txt 2>/dev/null \
-        || pip install -q "torch==$torch+cpu" -c constraints.txt \
+    pip install -qq "torch==$torch+cpu" -c constraints.txt 2>/dev/null \
+        || pip install -qq "torch==$torch+cpu" -c constraints.txt \
             --extra-index-url https://download.pytorch.org/whl/cpu --retries 1 2>/dev/null \
-        || { say "no CPU build of torch $torch found, taking the plain one"; pip install -q "torch==$torch" -c constraints.txt; }
+        || { say "no CPU build of torch $torch found, taking the plain one"; pip install -qq "torch==$torch" -c constraints.txt; }
 fi
 
 say "installing aotcache and what its tests need"
-pip install -q -c constraints.txt -e '.[dev]' -r tests/integration/requirements.txt
-pip install -q -c constraints.txt --no-deps -r tests/integration/requirements-no-deps.txt
+pip install -qq -c constraints.txt -e '.[dev]' -r tests/integration/requirements.txt
+pip install -qq -c constraints.txt --no-deps -r tests/integration/requirements-no-deps.txt
 
 touch "$venv/.ready"
 say "done"
