@@ -61,6 +61,8 @@ def _warm_once(_specs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         if name not in done:
             spec = aotcache.load_spec(_specs / f"{name}.toml")
             report = aotcache.warm(spec, store=store, jobs=2)
+            for failed in report.failed:
+                raise AssertionError(f"{failed.cell}: {failed.error}")
             spec.resolve_factory()
             done[name] = Warmed(name, spec, store, report, sys.modules["speculators_drafters"])
         return done[name]

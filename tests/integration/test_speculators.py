@@ -16,7 +16,9 @@ import torch
 from torch.nn import functional
 
 import aotcache
-from aotcache.errors import ArtifactMiss
+from aotcache.errors import ArtifactMiss, UnsupportedGraph
+from aotcache.graph.capture import find_regions, recording
+from aotcache.runtime.dense import eager_without_tracing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -163,3 +165,14 @@ def test_another_attention_function_is_a_miss(warmed: Any) -> None:
         finally:
             ALL_ATTENTION_FUNCTIONS.register("simple_flex_attention", original)
         warmed.drafters.step(model, batch)
+
+
+def test_a_layer_that_writes_to_its_callers_cache_is_refused(warmed_named: Callable[[str], Any]) -> None:
+    """EAGLE-3 as it comes: its layers append to a DynamicCache, which no artifact could do."""
+    warmed = warmed_named("eagle3")
+    model = warmed.build()
+    model.layers[0] = model.layers[0].body.layer
+    regions = find_regions(model, ["layers.*"], {})
+    with eager_without_tracing(), recording(regions, lambda call: None):
+        with pytest.raises(UnsupportedGraph, match=r"'layers\.0'.*past_key_values"):
+            warmed.drafters.step(model, warmed.batch(seed=1))
