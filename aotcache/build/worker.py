@@ -122,6 +122,8 @@ class Worker:
             )
         calls = self._calls[key]
         call = calls[0]
+        with self._context():
+            call.region.require_unchanged(call)
         seconds: dict[str, float] = {}
         workdir = self.staging / f"{key[:16]}-{target.arch}"
         workdir.mkdir(parents=True, exist_ok=True)

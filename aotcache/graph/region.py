@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotcache.errors import ArgumentsRefused, CallRefused
+from aotcache.errors import ArgumentsRefused, CallRefused, CaptureError
 from aotcache.graph import ambient, tree
 from aotcache.graph.fingerprint import Items, Walker
 from aotcache.graph.layout import EXACT, Flattener
@@ -46,6 +46,7 @@ class Call:
         parts: The key's components.
         flattener: Makes the function that takes later calls of this layout apart.
         holder_slots: The slot of each of the static holders; tied tensors share one.
+        training: Training flags of the region's modules, in the order of `modules()`.
     """
 
     region: Region
@@ -58,6 +59,7 @@ class Call:
     parts: KeyParts
     flattener: Flattener
     holder_slots: list[int]
+    training: tuple[bool, ...]
 
     def slot_holders(self) -> list[Holder]:
         """The holder each leading slot is read from."""
@@ -180,7 +182,10 @@ class Region:
                 self._compile,
             )
         )
-        return Call(self, mode, tensors, kinds, names, static, arguments, parts, flattener, holder_slots)
+        training = tuple(m.training for m in self.module.modules())
+        return Call(
+            self, mode, tensors, kinds, names, static, arguments, parts, flattener, holder_slots, training
+        )
 
     def _arguments(
         self, flattener: Flattener, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -229,11 +234,31 @@ class Region:
                 items.append(flattener.visit(name, value, expr))
         return tree.Entries(tuple(keys), tuple(items))
 
+    def require_unchanged(self, call: Call) -> None:
+        """Check that `run` would run what the call was: the drafter may have run on since.
+
+        Raises:
+            CaptureError: code, structure or attributes of the region are others now.
+        """
+        with _swapped(call, call.tensors):
+            now = fingerprint_module(self.name, self.module, self.forward)
+        was = KeyParts((call.static.code, Component("structure", call.static.structure)))
+        changed = was.diff(KeyParts((now.code, Component("structure", now.structure))))
+        if changed:
+            raise CaptureError(
+                f"region {self.name!r} changed between its call and the build: "
+                f"{'; '.join(str(d) for d in changed[:3])}; a drafter whose calls change its own attributes "
+                "cannot be built: pass what changes as an argument",
+                region=self.name,
+                differences=[str(d) for d in changed],
+            )
+
     def run(self, call: Call, tensors: Sequence[Any]) -> Any:
         """Run the original forward of a described call on other tensors, slot by slot.
 
         The tensors take the places of the parameters, of the lifted attributes and of
-        everything found in the arguments. Single-threaded: the module is changed meanwhile.
+        everything found in the arguments, and training flags are as they were in the call.
+        Single-threaded: the module is changed meanwhile.
         """
         arguments = call.arguments.build(tensors)
         bound = inspect.BoundArguments(self.signature, dict(arguments))
@@ -268,13 +293,19 @@ def _require_plain(region: str, holder: Holder, value: Any) -> None:
 @contextmanager
 def _swapped(call: Call, tensors: Sequence[Any]) -> Iterator[None]:
     saved = [h.holder[h.name] for h in call.static.holders]
+    modules = list(call.region.module.modules())
+    flags = [m.training for m in modules]
     try:
+        for module, flag in zip(modules, call.training, strict=True):
+            module.training = flag
         for holder, slot in zip(call.static.holders, call.holder_slots, strict=True):
             holder.holder[holder.name] = tensors[slot]
         yield
     finally:
         for holder, value in zip(call.static.holders, saved, strict=True):
             holder.holder[holder.name] = value
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag
 
 
 def contiguous_parts(call: Call) -> KeyParts:
