@@ -316,7 +316,9 @@ class Walker:
             label = f"{fn.__module__}:{name}"
             # A name read through a module is that module's attribute: follow to the end.
             for attribute in chain[1:]:
-                if not isinstance(value, types.ModuleType):
+                # torch.ops fills itself as operators are asked for; whether a worker has one, and of
+                # which signature, is the verdict's business.
+                if not isinstance(value, types.ModuleType) or value is torch.ops:
                     break
                 inner = vars(value).get(attribute, _ABSENT)
                 if inner is _ABSENT:

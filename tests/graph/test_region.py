@@ -420,3 +420,18 @@ def test_the_key_is_the_same_in_every_process(tmp_path: Path) -> None:
         for seed in ("1", "2")
     }
     assert keys == {base_call(make_layer()).parts.key}
+
+
+class Softened(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.aotcache_region_tests.soften(x)
+        return result
+
+
+def test_a_key_does_not_depend_on_whether_an_operator_is_registered_yet() -> None:
+    x = torch.ones(2)
+    before = Region("softened", Softened(), {}).describe((x,), {}).parts
+    library = torch.library.Library("aotcache_region_tests", "DEF")
+    library.define("soften(Tensor x) -> Tensor")
+    assert isinstance(torch.ops.aotcache_region_tests.soften, torch._ops.OpOverloadPacket)
+    assert Region("softened", Softened(), {}).describe((x,), {}).parts.diff(before) == []
