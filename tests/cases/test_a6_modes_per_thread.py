@@ -114,7 +114,7 @@ def test_each_is_right_and_not_the_other(mixed: Warm) -> None:
             error, eager_error = ((t.double() - wide).abs().max() for t in (ours, plain))
             assert error <= max(2 * eager_error, 1e-6)
             # bf16 products are no fp32 products: three decimal digits, not seven.
-            assert (error > 1e-4) is grad
+            assert bool(error > 1e-4) is grad
 
 
 def test_the_store_has_two_keys(mixed: Warm) -> None:
