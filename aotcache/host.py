@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from aotcache.compat import CPU_LEVELS, HostFacts
-from aotcache.errors import ConfigError
+from aotcache.errors import ConfigError, UnsupportedTorch
 from aotcache.types import Target, Toolchain
+
+_TORCH_FROM = (2, 11)
+_TORCH_BEFORE = (2, 15)
+"""Releases whose sources were read for the private names used here; 2.13 is what the suite runs on."""
 
 # private torch names, tried on 2.13.0
 
@@ -66,10 +70,21 @@ def host_target(device: str = "cpu") -> Target:
 
 @cache
 def host_toolchain() -> Toolchain:
-    """The torch of this process."""
+    """The torch of this process.
+
+    Raises:
+        UnsupportedTorch: nobody has tried aotcache's private torch names on it.
+    """
     import torch
 
     version = str(torch.__version__).partition("+")[0]
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if not _TORCH_FROM <= release < _TORCH_BEFORE:
+        raise UnsupportedTorch(
+            f"torch {version} is not supported: expected {'.'.join(map(str, _TORCH_FROM))} or newer, and older than "
+            f"{'.'.join(map(str, _TORCH_BEFORE))}; install one of these",
+            found=version,
+        )
     return Toolchain(version, torch.version.git_version, torch.version.cuda)
 
 

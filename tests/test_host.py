@@ -10,7 +10,7 @@ import torch
 
 from aotcache import host
 from aotcache.compat import CPU_LEVELS, Accepted, verdict
-from aotcache.errors import ConfigError
+from aotcache.errors import ConfigError, UnsupportedTorch
 from aotcache.manifest import HostContract
 from tests.manifests import make_manifest
 
@@ -89,3 +89,14 @@ def test_cuda_without_a_gpu_says_how_to_build_for_another_machine() -> None:
         host.host_target("cuda")
     assert host.host_facts().cuda_archs == ()
     assert host.host_facts().driver is None
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.15.0", "3.0.0+cpu"])
+def test_a_torch_that_nobody_tried_is_refused_by_name(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    host.host_toolchain.cache_clear()
+    try:
+        with pytest.raises(UnsupportedTorch, match=version.partition("+")[0]):
+            host.host_toolchain()
+    finally:
+        host.host_toolchain.cache_clear()

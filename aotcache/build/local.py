@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import shutil
 import tempfile
@@ -31,6 +32,9 @@ from aotcache.store.local import locked, make_dirs
 from aotcache.types import Digest, Target
 
 logger = logging.getLogger(__name__)
+
+_STAGING = "warm-"
+"""How the folders begin in which builders work; the process that owns one follows."""
 
 
 class Progress(Protocol):
@@ -169,6 +173,7 @@ class _Session:
         self._progress = progress
         self._telling = threading.Lock()
         self._sandboxes = 0
+        self._builders: list[Sandbox] = []
 
     def tell(self, what: Callable[[Progress], None]) -> None:
         if self._progress is not None:
@@ -182,13 +187,15 @@ class _Session:
         headers = self.config.home / "headers"
         make_dirs(headers, 0o700)
         memory = self.config.build_memory_gib
-        return Sandbox(
+        made = Sandbox(
             {"spec": str(self.spec.path), "staging": str(own)},
             own,
             headers=headers,
             seconds=self.config.build_seconds,
             memory=None if memory is None else int(memory * 2**30),
         )
+        self._builders.append(made)
+        return made
 
     def plan(self, sandbox: Sandbox) -> Plan:
         answer = sandbox.request({"do": "capture"}, lambda e: self._stage(None, e))
@@ -221,15 +228,25 @@ class _Session:
                 self._work(todo, sandbox, results, force)
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 crashes.append(error)
+                _drain(todo)
 
         workers = [
-            threading.Thread(target=work, args=(first if i == 0 else None,), name=f"aotcache-build-{i}")
+            threading.Thread(
+                target=work, args=(first if i == 0 else None,), name=f"aotcache-build-{i}", daemon=True
+            )
             for i in range(min(jobs, len(cells)))
         ]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        try:
+            for worker in workers:
+                worker.join()
+        except BaseException:
+            # Ctrl-C: end what runs, and its threads end with it.
+            _drain(todo)
+            for builder in self._builders:
+                builder.kill()
+            raise
         if crashes:
             raise crashes[0]
         order = {(c.key, c.target): i for i, c in enumerate(cells)}
@@ -246,6 +263,8 @@ class _Session:
                 except queue.Empty:
                     return
                 if sandbox is None or sandbox.dead:
+                    if own is not None:
+                        own.close()
                     sandbox = own = self.sandbox()
                 built = self._build_one(cell, sandbox, force)
                 results.append(built)
@@ -302,6 +321,14 @@ class _Session:
         kept = read_lock(path) if path.exists() else Lock(self.spec.drafter.name, [])
         write_lock(path, kept.merged(cells))
         return path
+
+
+def _drain(todo: queue.SimpleQueue[Cell]) -> None:
+    while True:
+        try:
+            todo.get_nowait()
+        except queue.Empty:
+            return
 
 
 def _present(digest: Digest | None) -> Digest:
@@ -365,6 +392,14 @@ class ContentIndex:
         self._held.close()
 
 
+def _sweep(home: Path) -> None:
+    """Remove what warms that were killed have left. The home is on this host's disk."""
+    for folder in home.glob(f"{_STAGING}*"):
+        pid = folder.name.removeprefix(_STAGING).partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
 def _session(
     spec: Spec | str | Path | None,
@@ -382,7 +417,8 @@ def _session(
         if target.device == "cpu":
             cpu_level_features(target.arch)  # a level that nobody defined is wrong before anything runs
     make_dirs(config.home, 0o700)
-    staging = Path(tempfile.mkdtemp(prefix="warm-", dir=config.home))
+    _sweep(config.home)
+    staging = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.getpid()}-", dir=config.home))
     try:
         yield _Session(loaded, opened, wanted, config, staging, progress)
     finally:

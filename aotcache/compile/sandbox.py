@@ -183,14 +183,15 @@ class Sandbox:
         return self._log.read().decode(errors="replace")
 
     def _died(self, what: str) -> BuilderDied:
-        self._kill()
+        self.kill()
         code = self._process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return BuilderDied(
             f"the builder process {what} ({how}); the end of its log:\n{self.log()}", log=self.log()
         )
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End the child and everything it started, from any thread."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -205,7 +206,7 @@ class Sandbox:
                 pass
             self._selector.close()
             os.close(self._in)
-        self._kill()
+        self.kill()
         self._process.wait()
         self._log.close()
 
