@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,11 @@ MODULE = "bench.archive"
 
 def run(quick: bool) -> Report:
     """Sizes in the store and of the stock packages; nothing here depends on `quick`."""
-    with tempfile.TemporaryDirectory(prefix="aotcache-bench-") as folder:
-        root = Path(folder)
-        spec, store = subjects.lay_out(root, "layer"), root / "store"
-        subjects.warm(spec, store, root / "home")
-        env = {"TORCHINDUCTOR_CACHE_DIR": str(root / "inductor")}
-        stock = fresh(MODULE, "stock", env=env, spec=str(spec), folder=str(root))
-        (forward,) = subjects.manifests(store, "infer")
-        (pair,) = subjects.manifests(store, "train")
+    place = subjects.warmed("layer")
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(place.root / "inductor")}
+    stock = fresh(MODULE, "stock", env=env, spec=str(place.spec), folder=str(place.root))
+    (forward,) = subjects.manifests(place.store, "infer")
+    (pair,) = subjects.manifests(place.store, "train")
     weights = stock["weights"]
     rows = [
         ("aoti_compile_and_package: forward and weights", stock["default"]),

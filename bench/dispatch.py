@@ -7,8 +7,6 @@ own time, below two microseconds, is in every figure of both sides.
 from __future__ import annotations
 
 import copy
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from bench import subjects
@@ -20,14 +18,11 @@ _BARRED = "training forward"
 
 def run(quick: bool) -> Report:
     """Three kinds of call on each side, in turn in one process."""
-    with tempfile.TemporaryDirectory(prefix="aotcache-bench-") as folder:
-        root = Path(folder)
-        spec, store = subjects.lay_out(root, "sixteen"), root / "store"
-        subjects.warm(spec, store, root / "home")
-        env = {"AOTCACHE_HOME": str(root / "home"), "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor")}
-        seconds = fresh(
-            MODULE, "calls", env=env, spec=str(spec), store=store.as_uri(), rounds=5 if quick else 25
-        )
+    place = subjects.warmed("sixteen")
+    env = {"AOTCACHE_HOME": str(place.home), "TORCHINDUCTOR_CACHE_DIR": str(place.root / "inductor")}
+    seconds = fresh(
+        MODULE, "calls", env=env, spec=str(place.spec), store=place.store.as_uri(), rounds=5 if quick else 25
+    )
     return Report(
         name="dispatch",
         title="One call with 16 inputs around an empty graph",

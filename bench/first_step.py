@@ -7,8 +7,6 @@ Imports and model building are over by then, the peers' compiler modules importe
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -23,43 +21,40 @@ def run(quick: bool) -> Report:
     """Every side in processes of its own; the median where a side repeats."""
     few, many = (1, 3) if quick else (2, 7)
     seconds: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="aotcache-bench-") as folder:
-        root = Path(folder)
-        spec, store = subjects.lay_out(root, "layer"), root / "store"
-        subjects.warm(spec, store, root / "home")
+    place = subjects.warmed("layer")
 
-        def inductor(name: str) -> dict[str, str]:
-            return {"TORCHINDUCTOR_CACHE_DIR": str(root / name)}
+    def inductor(name: str) -> dict[str, str]:
+        return {"TORCHINDUCTOR_CACHE_DIR": str(place.root / name)}
 
-        def measure(label: str, side: str, times: int, env_of: Any, **args: Any) -> None:
-            seconds[label] = [
-                fresh(MODULE, side, env=env_of(i), spec=str(spec), **args)["seconds"] for i in range(times)
-            ]
+    def measure(label: str, side: str, times: int, env_of: Any, **args: Any) -> None:
+        seconds[label] = [
+            fresh(MODULE, side, env=env_of(i), spec=str(place.spec), **args)["seconds"] for i in range(times)
+        ]
 
-        measure("torch.compile, cold", "compile", few, lambda i: inductor(f"cold{i}"))
-        measure("torch.compile, warm local caches", "compile", many, lambda i: inductor("cold0"))
-        fresh(MODULE, "aot_save", env=inductor("saving"), spec=str(spec), path=str(root / "saved"))
-        measure(
-            "aot_compile, loaded on a fresh host",
-            "aot_load",
-            few,
-            lambda i: inductor(f"load{i}"),
-            path=str(root / "saved"),
-        )
-        measure(
-            "aotcache, fresh host",
-            "aotcache",
-            many,
-            lambda i: {"AOTCACHE_HOME": str(root / f"home{i}")},
-            store=store.as_uri(),
-        )
-        measure(
-            "aotcache, unpacked before",
-            "aotcache",
-            many,
-            lambda i: {"AOTCACHE_HOME": str(root / "home0")},
-            store=store.as_uri(),
-        )
+    measure("torch.compile, cold", "compile", few, lambda i: inductor(f"cold{i}"))
+    measure("torch.compile, warm local caches", "compile", many, lambda i: inductor("cold0"))
+    fresh(MODULE, "aot_save", env=inductor("saving"), spec=str(place.spec), path=str(place.root / "saved"))
+    measure(
+        "aot_compile, loaded on a fresh host",
+        "aot_load",
+        few,
+        lambda i: inductor(f"load{i}"),
+        path=str(place.root / "saved"),
+    )
+    measure(
+        "aotcache, fresh host",
+        "aotcache",
+        many,
+        lambda i: {"AOTCACHE_HOME": str(place.root / f"home{i}")},
+        store=place.store.as_uri(),
+    )
+    measure(
+        "aotcache, unpacked before",
+        "aotcache",
+        many,
+        lambda i: {"AOTCACHE_HOME": str(place.root / "home0")},
+        store=place.store.as_uri(),
+    )
     middle = {label: median(values) for label, values in seconds.items()}
     fresh_host, again = middle["aotcache, fresh host"], middle["aotcache, unpacked before"]
     return Report(

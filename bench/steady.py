@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from bench import subjects
@@ -15,18 +13,21 @@ MODULE = "bench.steady"
 
 def run(quick: bool) -> Report:
     """All sides in turn in one process: forward and backward, without an optimizer."""
-    with tempfile.TemporaryDirectory(prefix="aotcache-bench-") as folder:
-        root = Path(folder)
-        spec, store = subjects.lay_out(root, "layer"), root / "store"
-        subjects.warm(spec, store, root / "home")
-        env = {"AOTCACHE_HOME": str(root / "home"), "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor")}
-        rounds = 5 if quick else 25
-        seconds = {
-            threads: fresh(
-                MODULE, "steps", env=env, spec=str(spec), store=store.as_uri(), threads=threads, rounds=rounds
-            )
-            for threads in (1, 2)
-        }
+    place = subjects.warmed("layer")
+    env = {"AOTCACHE_HOME": str(place.home), "TORCHINDUCTOR_CACHE_DIR": str(place.root / "inductor")}
+    rounds = 5 if quick else 25
+    seconds = {
+        threads: fresh(
+            MODULE,
+            "steps",
+            env=env,
+            spec=str(place.spec),
+            store=place.store.as_uri(),
+            threads=threads,
+            rounds=rounds,
+        )
+        for threads in (1, 2)
+    }
     return Report(
         name="steady",
         title="Training step of one decoder layer, forward and backward",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +53,34 @@ def lay_out(root: Path, name: str) -> Path:
     for file in _FILES:
         shutil.copy(ROOT / file, folder)
     return folder / f"{name}.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A warmed spec: the spec, the store and the home that it was warmed with."""
+
+    root: Path
+    spec: Path
+    store: Path
+    home: Path
+
+
+@cache
+def folder() -> Path:
+    """A temporary folder of this process, gone with it."""
+    path = Path(tempfile.mkdtemp(prefix="aotcache-bench-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+@cache
+def warmed(name: str) -> Place:
+    """Warm one of the specs; once in a process, whichever benchmark asks first."""
+    root = folder() / name
+    root.mkdir()
+    place = Place(root, lay_out(root, name), root / "store", root / "home")
+    warm(place.spec, place.store, place.home)
+    return place
 
 
 def warm(spec: Path, store: Path, home: Path, *, jobs: int = 1) -> dict[str, Any]:

@@ -24,20 +24,17 @@ COUNTS = (1, 2)
 
 def run(quick: bool) -> Report:
     """One process; the sides and thread counts take turns."""
-    with tempfile.TemporaryDirectory(prefix="aotcache-bench-") as folder:
-        root = Path(folder)
-        spec, store = subjects.lay_out(root, "layer"), root / "store"
-        subjects.warm(spec, store, root / "home")
-        env = {"AOTCACHE_HOME": str(root / "home")}
-        rates = fresh(
-            MODULE,
-            "rates",
-            env=env,
-            spec=str(spec),
-            store=str(store),
-            seconds=1.0 if quick else 2.0,
-            rounds=3 if quick else 7,
-        )
+    place = subjects.warmed("layer")
+    env = {"AOTCACHE_HOME": str(place.home)}
+    rates = fresh(
+        MODULE,
+        "rates",
+        env=env,
+        spec=str(place.spec),
+        store=str(place.store),
+        seconds=1.0 if quick else 2.0,
+        rounds=3 if quick else 7,
+    )
     scaling = {side: rate["2"] / rate["1"] for side, rate in rates.items()}
     return Report(
         name="threads",

@@ -6,8 +6,6 @@ drafter comes first and on one process in both.
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from statistics import median
 
 from bench import subjects
@@ -18,15 +16,15 @@ def run(quick: bool) -> Report:
     """One round when quick, three in turn otherwise; medians."""
     seconds: dict[int, list[float]] = {1: [], 2: []}
     builds = 0
-    with tempfile.TemporaryDirectory(prefix="aotcache-bench-") as folder:
-        root = Path(folder)
-        spec = subjects.lay_out(root, "lengths")
-        for round_ in range(1 if quick else 3):
-            for jobs, found in seconds.items():
-                place = root / f"{round_}-{jobs}"
-                done = subjects.warm(spec, place / "store", place / "home", jobs=jobs)
-                found.append(done["seconds"])
-                builds = done["builds"]
+    root = subjects.folder() / "throughput"
+    root.mkdir()
+    spec = subjects.lay_out(root, "lengths")
+    for round_ in range(1 if quick else 3):
+        for jobs, found in seconds.items():
+            place = root / f"{round_}-{jobs}"
+            done = subjects.warm(spec, place / "store", place / "home", jobs=jobs)
+            found.append(done["seconds"])
+            builds = done["builds"]
     middle = {jobs: median(found) for jobs, found in seconds.items()}
     return Report(
         name="warm_throughput",
