@@ -132,7 +132,10 @@ def test_nested_entries_are_reached_and_containers_keep_their_kind() -> None:
     rules = tuple(InputAxes(name, ((0, "seq"),)) for name in ("d.x", "l.0", "t.1", "n.1", "u.x"))
     five = torch.ones(5)
     given_batch = {
-        "d": {"x": five, "y": five}, "l": [five, five], "t": (five, five), "n": Pair(five, five),
+        "d": {"x": five, "y": five},
+        "l": [five, five],
+        "t": (five, five),
+        "n": Pair(five, five),
         "u": UserDict({"x": five}),
     }
     found = Buckets({"seq": (8,)}, rules).pad(given_batch).batch

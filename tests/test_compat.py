@@ -12,9 +12,7 @@ from tests.manifests import HOST, TOOLCHAIN, make_manifest
 
 AVX2 = frozenset(CPU_LEVELS["x86_64-avx2"])
 AVX512 = frozenset(CPU_LEVELS["x86_64-avx512"])
-FACTS = HostFacts(
-    "x86_64", TOOLCHAIN, AVX512, glibc="2.36", libstdcxx="3.4.30", cuda_archs=(), driver=None
-)
+FACTS = HostFacts("x86_64", TOOLCHAIN, AVX512, glibc="2.36", libstdcxx="3.4.30", cuda_archs=(), driver=None)
 GPU = replace(FACTS, cuda_archs=("sm_90",), driver="12.4", toolchain=replace(TOOLCHAIN, cuda="12.8"))
 
 
@@ -123,9 +121,7 @@ def test_another_gpu_or_an_older_driver_is_rejected(
 
 
 def test_the_same_gpu_is_accepted() -> None:
-    manifest = make_manifest(
-        target="cuda:sm_90", toolchain=GPU.toolchain, host=replace(HOST, driver="12.4")
-    )
+    manifest = make_manifest(target="cuda:sm_90", toolchain=GPU.toolchain, host=replace(HOST, driver="12.4"))
     assert verdict(manifest, GPU) == Accepted(manifest)
 
 

@@ -33,8 +33,11 @@ def test_this_host_has_every_feature_of_its_own_target() -> None:
 def test_a_torch_capped_at_avx2_makes_an_avx2_target() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from aotcache.host import host_target; print(host_target())"],
-        env={"ATEN_CPU_CAPABILITY": "avx2", "PATH": ""}, cwd=Path(__file__).parents[1],
-        capture_output=True, text=True, check=True,
+        env={"ATEN_CPU_CAPABILITY": "avx2", "PATH": ""},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "cpu:x86_64-avx2"
 
@@ -42,7 +45,8 @@ def test_a_torch_capped_at_avx2_makes_an_avx2_target() -> None:
 def test_this_host_accepts_what_asks_for_what_it_offers() -> None:
     facts = host.host_facts()
     manifest = make_manifest(
-        target=str(host.host_target()), toolchain=facts.toolchain,
+        target=str(host.host_target()),
+        toolchain=facts.toolchain,
         host=HostContract(tuple(facts.cpu_features), facts.glibc, facts.libstdcxx, (), {}),
     )
     assert verdict(manifest, facts) == Accepted(manifest)

@@ -99,7 +99,10 @@ def test_the_least_spec_has_defaults(tmp_path: Path) -> None:
 def test_cells_are_the_product_of_the_ladders(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, LEAST + "[buckets]\nseq = [128, 64]\nkv = [2, 1]\n"))
     assert spec.cells() == [
-        {"seq": 64, "kv": 1}, {"seq": 64, "kv": 2}, {"seq": 128, "kv": 1}, {"seq": 128, "kv": 2},
+        {"seq": 64, "kv": 1},
+        {"seq": 64, "kv": 2},
+        {"seq": 128, "kv": 1},
+        {"seq": 128, "kv": 2},
     ]
 
 

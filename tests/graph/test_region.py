@@ -415,7 +415,10 @@ def test_the_key_is_the_same_in_every_process(tmp_path: Path) -> None:
         subprocess.run(
             [sys.executable, "-c", program],
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "PYTHONHASHSEED": seed, "HOSTNAME": seed},
-            cwd=tmp_path, capture_output=True, text=True, check=True,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         for seed in ("1", "2")
     }

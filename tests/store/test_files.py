@@ -226,8 +226,13 @@ def _publish_and_read(root: str, folder: str, worker: int, start: Any, answers: 
                 problems.append(f"{step}: wrong bytes")
         if len(store.lookup(manifest.key)) != 1:
             problems.append(f"{step}: not one entry")
-    answers.put((worker, problems, {step: store.lookup(make_manifest(call=f"key {step}").key)[0].digest
-                                    for step in range(6)}))
+    answers.put(
+        (
+            worker,
+            problems,
+            {step: store.lookup(make_manifest(call=f"key {step}").key)[0].digest for step in range(6)},
+        )
+    )
 
 
 def test_sixteen_processes_publish_and_read_the_same_keys(tmp_path: Path) -> None:
@@ -278,7 +283,10 @@ def test_a_publish_killed_at_any_fsync_leaves_a_whole_entry_or_none(tmp_path: Pa
         root = tmp_path / str(moment)
         done = subprocess.run(
             [sys.executable, "-c", _KILLED, str(moment), str(root), str(tmp_path)],
-            cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True,
+            cwd=Path(__file__).parents[2],
+            check=False,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode in (0, -9), done.stderr
         store = open_store(root)

@@ -212,7 +212,12 @@ def test_memory_has_no_file_to_hand_out() -> None:
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("ftp://host/x", "ftp"), ("file://host/x", "three slashes"), ("http://host/x", "http"), ("az://only", "az://")],
+    [
+        ("ftp://host/x", "ftp"),
+        ("file://host/x", "three slashes"),
+        ("http://host/x", "http"),
+        ("az://only", "az://"),
+    ],
 )
 def test_addresses_of_other_kinds_are_refused(url: str, said: str) -> None:
     with pytest.raises(StoreError, match=said):
@@ -253,7 +258,11 @@ os.waitpid(pid, 0)
 def test_a_fork_works_on_a_directory_and_is_refused_on_a_bucket(tmp_path: Path, kind: str, said: str) -> None:
     url = (tmp_path / "store").as_uri() if kind == "file" else "memory:///"
     done = subprocess.run(
-        [sys.executable, "-c", _FORKED, url], cwd=Path(__file__).parents[2], capture_output=True, text=True,
-        timeout=60, check=True,
+        [sys.executable, "-c", _FORKED, url],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.strip() == said
