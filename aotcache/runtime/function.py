@@ -7,7 +7,6 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from aotcache.errors import CallRefused
 from aotcache.manifest import Manifest, OutputSlot
@@ -20,6 +19,23 @@ def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     much as the rest; the dispatcher sends no call here under a functorch transform."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
+
+
+def _saved_tensor_hooks() -> bool:
+    """Whether what is saved now comes back from a hook (offloading, checkpointing)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _delayed_error(message: str, count: int) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch._C._functions.DelayedError(message, count)
+    return made
+
+
+# end of private torch names
+
+_SECOND = (
+    "an artifact has no second derivative: leave the region out of the spec, or run it eagerly with detach()"
+)
 
 
 class Executable:
@@ -93,7 +109,7 @@ def _make_function(manifest: Manifest, forward: Runner, backward: Runner) -> typ
     plain = [i for i, slot in enumerate(outputs) if not slot.differentiable]
     targets = [place[slot] for slot in pair.gradients]
     tangents = [(i, outputs[i]) for i in pair.tangents]
-    gradients = len(differentiable)
+    wanted = len(differentiable)
 
     class Pair(torch.autograd.Function):
         @staticmethod
@@ -101,24 +117,63 @@ def _make_function(manifest: Manifest, forward: Runner, backward: Runner) -> typ
             tensors: list[Any] = [*inputs, *rest]
             found = forward.run(list(to_slots(tensors)))
             tensors += found
-            ctx.save_for_backward(*to_save(tensors))
+            saved = to_save(tensors)
+            ctx.save_for_backward(*saved)
+            # A hook may give back the same values in memory laid out in another way.
+            ctx.layouts = [_layout(t) for t in saved] if _saved_tensor_hooks() else None
             if plain:
                 ctx.mark_non_differentiable(*(found[i] for i in plain))
             return tuple(found[:count])
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                return Pair.gradients(ctx, incoming)
+            # With create_graph: what depends on these gradients must fail, not leave them out.
+            with torch.no_grad():
+                found = Pair.gradients(ctx, incoming)
+            return _once(found)
+
+        @staticmethod
+        def gradients(ctx: Any, incoming: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
             tensors: list[torch.Tensor] = [*ctx.saved_tensors]
+            if ctx.layouts is not None:
+                tensors = [_as_saved(t, *layout) for t, layout in zip(tensors, ctx.layouts, strict=True)]
             tensors += [conform(incoming[i], slot, i) for i, slot in tangents]
             found = backward.run(tensors)
-            result: list[torch.Tensor | None] = [None] * (1 + gradients)
+            result: list[torch.Tensor | None] = [None] * (1 + wanted)
             for position, gradient in zip(targets, found, strict=True):
                 if ctx.needs_input_grad[1 + position]:
                     result[1 + position] = gradient
             return tuple(result)
 
     return Pair
+
+
+def _layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    return () if tensor is None else (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+
+
+def _as_saved(tensor: Any, *layout: Any) -> Any:
+    """A tensor that a hook gave back, in the memory layout it was saved with."""
+    if not layout or _layout(tensor) == layout:
+        return tensor
+    dtype, device, shape, stride = layout
+    if (tensor.dtype, tensor.device, tensor.shape) != (dtype, device, shape):
+        raise CallRefused(
+            f"a saved-tensor hook gave back {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, expected "
+            f"{dtype} {tuple(shape)} on {device}; its unpack must undo what its pack did",
+            expected=(str(dtype), tuple(shape)),
+            found=(str(tensor.dtype), tuple(tensor.shape)),
+        )
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor)
+
+
+def _once(found: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients, made so that differentiating them raises."""
+    own = [g.detach().requires_grad_() for g in found if g is not None]
+    marked = iter(_delayed_error(_SECOND, len(own))(*own)) if own else iter(())
+    return tuple(None if g is None else next(marked) for g in found)
 
 
 def conform(gradient: torch.Tensor, slot: OutputSlot, index: int) -> torch.Tensor:
@@ -136,7 +191,7 @@ def conform(gradient: torch.Tensor, slot: OutputSlot, index: int) -> torch.Tenso
             expected=(slot.dtype, tuple(slot.shape)),
             found=(found, tuple(gradient.shape)),
         )
-    if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+    if type(gradient) not in (torch.Tensor, torch.nn.Parameter) or gradient.layout is not torch.strided:
         raise CallRefused(
             f"the incoming gradient of output {index} is a {type(gradient).__qualname__} of layout "
             f"{gradient.layout}, expected a plain strided tensor",
