@@ -2,6 +2,7 @@
 
 The clock runs from `attach`, or the first compiled call, to the end of the first backward.
 Imports and model building are over by then, the peers' compiler modules imported as well.
+Kernels run on one OpenMP thread on every side, as they do in a process of several workers.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def run(quick: bool) -> Report:
 
 def side_compile(spec: str) -> dict[str, Any]:
     """torch.compile of the layer; whether that is cold or warm is for its cache folder to say."""
-    subject = subjects.load(spec)
+    subject = _load(spec)
     _import_compiler()
     model, batch = subject.build(), subject.batch()
     start = perf_counter()
@@ -97,7 +98,7 @@ def side_aot_save(spec: str, path: str) -> dict[str, Any]:
     """Compile the layer with torch's aot_compile and save the result."""
     import torch
 
-    subject = subjects.load(spec)
+    subject = _load(spec)
     model = subject.build()
     compiled = torch.compile(model.region.forward, fullgraph=True)
     result = compiled.aot_compile(((), subject.batch()))
@@ -109,7 +110,7 @@ def side_aot_load(spec: str, path: str) -> dict[str, Any]:
     """Load what `side_aot_save` saved and train one step with it."""
     import torch
 
-    subject = subjects.load(spec)
+    subject = _load(spec)
     _import_compiler()
     model, batch = subject.build(), subject.batch()
     start = perf_counter()
@@ -123,7 +124,7 @@ def side_aotcache(spec: str, store: str) -> dict[str, Any]:
     """Attach and train one step from the store."""
     from aotcache import attach
 
-    subject = subjects.load(spec)
+    subject = _load(spec)
     model, batch = subject.build(), subject.batch()
     start = perf_counter()
     handle = attach(model, subject.spec, store=store)
@@ -131,6 +132,13 @@ def side_aotcache(spec: str, store: str) -> dict[str, Any]:
     seconds = perf_counter() - start
     subjects.check(handle)
     return {"seconds": seconds}
+
+
+def _load(spec: str) -> subjects.Subject:
+    import torch
+
+    torch.set_num_threads(1)
+    return subjects.load(spec)
 
 
 def _import_compiler() -> None:
