@@ -189,6 +189,10 @@ class Manifest:
         """The key's components as a value that can be compared."""
         return KeyParts.from_json(self.components)
 
+    def component(self, name: str) -> Component:
+        """One component of the key, by name."""
+        return next(part for part in self.parts.components if part.name == name)
+
     def to_json(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()

@@ -24,7 +24,7 @@ from aotcache.graph import ambient
 from aotcache.graph.capture import find_regions
 from aotcache.graph.region import Region
 from aotcache.graph.structure import ATTACHED
-from aotcache.lockfile import lock_path, read_lock
+from aotcache.lockfile import LockedCell, lock_path, read_lock
 from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing
 from aotcache.runtime.dispatch import Records, make_record
@@ -32,7 +32,7 @@ from aotcache.runtime.resolve import Resolver, explain
 from aotcache.runtime.stats import Stats
 from aotcache.spec import Spec, load_spec
 from aotcache.store import open_store
-from aotcache.types import Digest, Miss
+from aotcache.types import CacheKey, Miss
 
 if TYPE_CHECKING:
     from aotcache.manifest import Manifest
@@ -155,7 +155,7 @@ class Handle:
         options: dict[str, Any],
         on_miss: OnMiss,
         warm_line: str,
-        locked: dict[Digest, str] | None,
+        lock_cells: list[LockedCell] | None,
         counters: Stats,
         wire: tripwire.Tripwire | None,
     ) -> None:
@@ -164,7 +164,7 @@ class Handle:
         self.on_miss = on_miss
         self.warm_line = warm_line
         self.counters = counters
-        self._locked = locked
+        self._lock_cells = lock_cells
         self._wire = wire
         self._told: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
@@ -200,7 +200,8 @@ class Handle:
         stored artifact made from this drafter's code. Returns `stats()`.
 
         Raises:
-            ArtifactMiss: the lock file names an artifact that the store does not have.
+            ArtifactMiss: the lock file names a cell for which the store has nothing that this
+                host can run.
         """
         manifests = self._wanted()
         self.resolver.know(manifests)
@@ -209,23 +210,28 @@ class Handle:
         return self.stats()
 
     def _wanted(self) -> list[Manifest]:
-        accepted: dict[str, list[Manifest]] = {}
-        codes = {m.__dict__[ATTACHED].region.static().code.digest for m in self._attached}
-        for manifest in self.resolver.store.list():
-            code = next(c.digest for c in manifest.parts.components if c.name == "code")
-            if code in codes if self._locked is None else manifest.digest in self._locked:
-                accepted.setdefault(manifest.key, []).append(manifest)
-        if self._locked is not None:
-            found = {m.digest for group in accepted.values() for m in group}
-            missing = sorted(set(self._locked) - found)
-            if missing:
-                raise ArtifactMiss(
-                    f"the lock file names {len(missing)} artifacts that the store does not have, first "
-                    f"{missing[0]} ({self._locked[missing[0]]}); run: {self.warm_line}",
-                    digests=missing,
-                )
-        best = (compat.best(group, self.resolver.facts) for group in accepted.values())
-        return [m for m in best if not isinstance(m, compat.Rejected)]
+        by_key: dict[CacheKey, list[Manifest]] = {}
+        if self._lock_cells is not None:
+            digests = {cell.digest for cell in self._lock_cells}
+            for key, manifests in self.resolver.store.resolve({c.key for c in self._lock_cells}).items():
+                by_key[key] = [m for m in manifests if m.digest in digests]
+        else:
+            codes = {m.__dict__[ATTACHED].region.static().code.digest for m in self._attached}
+            for manifest in self.resolver.store.list():
+                if manifest.component("code").digest in codes:
+                    by_key.setdefault(manifest.key, []).append(manifest)
+        found = {key: compat.best(group, self.resolver.facts) for key, group in by_key.items()}
+        if self._lock_cells is not None:
+            # A lock file may name several targets for one key; this host needs one of them.
+            for cell in self._lock_cells:
+                answer = found[cell.key]
+                if isinstance(answer, compat.Rejected):
+                    raise ArtifactMiss(
+                        f"the lock file names {cell}, and the store has nothing for its key {cell.key} that this "
+                        f"host can run: {answer}; run: {self.warm_line}",
+                        key=cell.key,
+                    )
+        return [m for m in found.values() if not isinstance(m, compat.Rejected)]
 
     def refresh(self) -> None:
         """Look at the store again for what was missing so far."""
@@ -295,13 +301,13 @@ def attach(
     options = spec.compile_options()
     regions = find_regions(model, spec.drafter.regions, options)
     opened = open_store(store) if isinstance(store, str) or store is None else store
-    locked = _locked(spec, lock)
+    cells = _lock_cells(spec, lock)
     counters = Stats()
     resolver = Resolver(
         opened,
         Settings().home,
         host.host_facts(),
-        frozenset(locked) if lock is not None and locked is not None else None,
+        frozenset(c.digest for c in cells) if lock is not None and cells is not None else None,
         counters,
     )
     wire = tripwire.install(forbid_tracing) if forbid_tracing is not None else None
@@ -311,17 +317,17 @@ def attach(
         options=options,
         on_miss=on_miss,
         counters=counters,
-        locked=locked,
+        lock_cells=cells,
         wire=wire,
         warm_line=f"aotcache warm {spec.path}",
     )
 
 
-def _locked(spec: Spec, lock: str | Path | None) -> dict[Digest, str] | None:
+def _lock_cells(spec: Spec, lock: str | Path | None) -> list[LockedCell] | None:
     path = Path(lock) if lock is not None else lock_path(spec.path)
     if lock is None and not path.exists():
         return None
-    return {cell.digest: str(cell) for cell in read_lock(path).cells}
+    return read_lock(path).cells
 
 
 __all__ = ["Attachment", "Handle", "attach"]
