@@ -6,7 +6,7 @@ import importlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ class Probe:
 
     def attach(self, model: nn.Module, **options: Any) -> Handle:
         return aotcache.attach(model, self.spec, store=self.store, **options)
+
+    def attach_to(self, region: nn.Module, **options: Any) -> Handle:
+        """Attach one `Probe` on its own."""
+        drafter = nn.Module()
+        drafter.probes = nn.ModuleList([region])
+        spec = aotcache.load_spec(self.spec)
+        narrowed = replace(spec, drafter=replace(spec.drafter, regions=["probes.*"]))
+        return aotcache.attach(drafter, narrowed, store=self.store, **options)
 
     def region_call(self, seed: int = 0) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """Arguments of `probes.0` as the drafter gives them."""

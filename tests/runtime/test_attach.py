@@ -295,7 +295,7 @@ def test_a_failing_call_in_one_thread_leaves_the_others_running(probe: Probe) ->
         return 0
 
     def work(seed: int) -> int:
-        for step in range(40):
+        for step in range(40):  # noqa: B007 - returned
             loss = model(**probe.batch(seed))
             torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         return step
@@ -376,7 +376,7 @@ def test_saved_tensors_may_be_offloaded_and_come_back_in_another_layout(probe: P
         args, kwargs = probe.region_call()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t):
             hidden, _ = attached.probes[0](*args, **kwargs)
-        with pytest.raises(CallRefused, match="saved-tensor hook gave back torch.float64"):
+        with pytest.raises(CallRefused, match=r"hook gave back torch\.float64"):
             hidden.sum().backward()
 
 

@@ -7,7 +7,7 @@ import collections
 import enum
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,13 +95,13 @@ def reader(read: Callable[[Any, Tensor], Tensor]) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _other(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def _other(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module of the user's that functions import when they run."""
     module = types.ModuleType("probe_other")
     exec("GAIN = 1.0\ndef gain():\n    return GAIN\n", vars(module))
     monkeypatch.setitem(sys.modules, "probe_other", module)
     monkeypatch.setattr(scaled, "scale", 2.0, raising=False)
-    yield module
+    return module
 
 
 def _import_from(self: Any, x: Tensor) -> Tensor:
@@ -127,22 +127,43 @@ def _replace(name: str, key: str, value: Any) -> Callable[[Any, pytest.MonkeyPat
 
 
 CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, pytest.MonkeyPatch], Any]]] = {
-    "argparse namespace": (lambda self, x: x * self.namespace.scale, lambda m, p: setattr(m.namespace, "scale", 3.0)),
+    "argparse namespace": (
+        lambda self, x: x * self.namespace.scale,
+        lambda m, p: setattr(m.namespace, "scale", 3.0),
+    ),
     "simple namespace": (lambda self, x: x * self.simple.scale, lambda m, p: setattr(m.simple, "scale", 3.0)),
     "deque changed in place": (lambda self, x: x * self.deque[0], lambda m, p: m.deque.__setitem__(0, 5.0)),
     "slots": (lambda self, x: x * self.slotted.scale, lambda m, p: setattr(m.slotted, "scale", 3.0)),
     "list in a tuple": (lambda self, x: x * self.nested[0][0], lambda m, p: m.nested[0].__setitem__(0, 3.0)),
-    "table by dtype": (lambda self, x: x * BY_DTYPE[x.dtype], lambda m, p: p.setitem(BY_DTYPE, torch.float32, 3.0)),
-    "object in a class": (lambda self, x: x * self.held.scale, lambda m, p: p.setattr(Reads.held, "scale", 3.0, raising=False)),
-    "object in a class exchanged": (lambda self, x: x * self.held.scale, lambda m, p: p.setattr(Reads, "held", types.SimpleNamespace(scale=7.0))),
-    "descriptor": (lambda self, x: x * self.described, lambda m, p: p.setattr(vars(Reads)["described"], "scale", 3.0)),
+    "table by dtype": (
+        lambda self, x: x * BY_DTYPE[x.dtype],
+        lambda m, p: p.setitem(BY_DTYPE, torch.float32, 3.0),
+    ),
+    "object in a class": (
+        lambda self, x: x * self.held.scale,
+        lambda m, p: p.setattr(Reads.held, "scale", 3.0, raising=False),
+    ),
+    "object in a class exchanged": (
+        lambda self, x: x * self.held.scale,
+        lambda m, p: p.setattr(Reads, "held", types.SimpleNamespace(scale=7.0)),
+    ),
+    "descriptor": (
+        lambda self, x: x * self.described,
+        lambda m, p: p.setattr(vars(Reads)["described"], "scale", 3.0),
+    ),
     "attribute of a function": (lambda self, x: scaled(x), lambda m, p: p.setattr(scaled, "scale", 3.0)),
     "attribute by a name made up": (_made_up_name, lambda m, p: setattr(m, "w0", 3.0)),
     "import inside": (_import_from, lambda m, p: p.setattr(sys.modules["probe_other"], "gain", lambda: 9.0)),
     "global of what is imported inside": (_import_from, _replace("probe_other", "GAIN", 9.0)),
     "import of a module inside": (_import_whole, _replace("probe_other", "GAIN", 9.0)),
-    "function in an attribute": (lambda self, x: self.act(x), lambda m, p: setattr(m, "act", nn.functional.gelu)),
-    "torch function patched": (lambda self, x: torch.relu(x), lambda m, p: p.setattr(torch, "relu", lambda x: x * 7)),
+    "function in an attribute": (
+        lambda self, x: self.act(x),
+        lambda m, p: setattr(m, "act", nn.functional.gelu),
+    ),
+    "torch function patched": (
+        lambda self, x: torch.relu(x),
+        lambda m, p: p.setattr(torch, "relu", lambda x: x * 7),
+    ),
     "functional patched": (
         lambda self, x: nn.functional.gelu(x),
         lambda m, p: p.setattr(nn.functional, "gelu", lambda x: x * 7),
@@ -151,7 +172,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, pytest.Mo
         lambda self, x: Activation.DOUBLE(x),
         lambda m, p: p.setattr(Activation, "__call__", lambda self, x: x * 9),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -180,8 +201,9 @@ def test_a_set_changed_in_place_at_equal_length_is_noticed(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Derived, "helper"), (Derived, "forward"), (Derived, "__call__"), (Base, "helper"), (Base, "forward")]
-)  # fmt: skip
+    ("owner", "name"),
+    [(Derived, "helper"), (Derived, "forward"), (Derived, "__call__"), (Base, "helper"), (Base, "forward")],
+)
 def test_a_method_patched_anywhere_in_the_class_tree_is_noticed(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,6 @@ FLAGS = {"shift"}
 @dataclass
 class Settings:
     weight: float = 2.0
-    unread: int = 0
 
 
 class Constants:
@@ -86,7 +85,11 @@ class Scored(nn.Module):
     def forward(self, x: Tensor, mask: BlockMask, score: Callable[..., Tensor]) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = self.proj(x).view(batch, length, 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)
-        return flex_attention(q, k, v, score_mod=score, block_mask=mask).transpose(1, 2).reshape(batch, length, -1)
+        return (
+            flex_attention(q, k, v, score_mod=score, block_mask=mask)
+            .transpose(1, 2)
+            .reshape(batch, length, -1)
+        )
 
 
 def block_mask(documents: Tensor) -> BlockMask:
