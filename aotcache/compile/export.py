@@ -8,6 +8,7 @@ there is, so what is not understood is refused too.
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -162,7 +163,8 @@ def export_flat(
         if "in-place operation" in str(error):
             # Autograd itself refuses some writes to inputs, before there is a graph to look at.
             raise UnsupportedGraph(
-                f"{where}: an input that needs a gradient is changed in place at {_at(error_line(error))}. "
+                f"{where}: an input that needs a gradient is changed in place at {_at(error_line(error))}"
+                f"{_source(error_line(error))}. "
                 f"Compute a new tensor instead, or leave this part out of the region",
                 region=region,
                 line=error_line(error),
@@ -184,6 +186,13 @@ def _first_line(error: BaseException) -> str:
 
 def _at(line: str | None) -> str:
     return line or "a line that tracing did not record"
+
+
+def _source(line: str | None) -> str:
+    """What stands there: autograd's error names no operator."""
+    path, _, number = (line or "").rpartition(":")
+    text = linecache.getline(path, int(number)).strip() if number.isdigit() else ""
+    return f", in `{text}`" if text else ""
 
 
 def _refuse(region: str, node: fx.Node | None, what: str, advice: str) -> UnsupportedGraph:

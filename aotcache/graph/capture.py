@@ -111,7 +111,7 @@ def distinct(calls: Sequence[Call]) -> dict[CacheKey, Call]:
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give real memory to parameters and buffers that have none.
+    """Give real memory to parameters, buffers and tensor attributes that have none.
 
     A factory may build on the meta device or under its own FakeTensorMode. The key
     sees shapes alone, so any finite values serve for tracing and for the numerics
@@ -123,9 +123,10 @@ def materialise(model: nn.Module, device: torch.device) -> nn.Module:
     generator = torch.Generator(device="cpu").manual_seed(0)
     made: dict[int, torch.Tensor] = {}
     for label, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
+        # Tensors held as plain attributes count as well: rotary tables often are.
+        for table in (module._parameters, module._buffers, module.__dict__):
             for key, value in table.items():
-                if value is None:
+                if not isinstance(value, torch.Tensor):
                     continue
                 if id(value) not in made:
                     made[id(value)] = _real(f"{label}.{key}", value, device, generator)
