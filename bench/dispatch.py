@@ -21,7 +21,12 @@ def run(quick: bool) -> Report:
     place = subjects.warmed("sixteen")
     env = {"AOTCACHE_HOME": str(place.home), "TORCHINDUCTOR_CACHE_DIR": str(place.root / "inductor")}
     seconds = fresh(
-        MODULE, "calls", env=env, spec=str(place.spec), store=place.store.as_uri(), rounds=5 if quick else 25
+        MODULE,
+        "calls",
+        env=env,
+        spec=str(place.spec),
+        store=place.store.as_uri(),
+        rounds=60 if quick else 300,
     )
     return Report(
         name="dispatch",
@@ -61,7 +66,9 @@ def side_calls(spec: str, store: str, rounds: int) -> dict[str, Any]:
     sides = {"torch.compile": compiled.region, "aotcache": attached.region}
 
     def both(call: Any) -> dict[str, float]:
-        return in_turn({name: lambda r=region: call(r) for name, region in sides.items()}, rounds=rounds)
+        return in_turn(
+            {name: lambda r=region: call(r) for name, region in sides.items()}, rounds=rounds, least=0.02
+        )
 
     def forward_and_backward(region: Any) -> None:
         region(*arguments).backward(ones)
