@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 import threading
 import zipfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from aotcache.errors import CorruptArtifact, RejectedArtifact, StoreError
@@ -24,6 +25,12 @@ from aotcache.types import Digest
 
 _LOCK_SECONDS = 300.0
 """How long to wait for another process that unpacks the same artifact."""
+
+_ARCHIVE = "archive.pt2"
+"""The archive itself, kept where torch's own loader is to read it."""
+
+_KEPT = (".so", ".json")
+"""Members that are unpacked."""
 
 _opened: dict[tuple[Digest, str], Executable] = {}
 _opening: dict[tuple[Digest, str], threading.Lock] = {}
@@ -73,7 +80,7 @@ class _Fetched:
     def __call__(self, digest: Digest, folder: Path) -> Path:
         path = self._store.blob_path(digest)
         if path is None:
-            path = folder / "archive.pt2"
+            path = folder / _ARCHIVE
             self._store.fetch(digest, path)
         return path
 
@@ -109,7 +116,7 @@ def _runner(manifest: Manifest, folder: Path, graph: str) -> Runner:
             )
             outputs = len(pair.gradients)
     if manifest.runner == "torch":
-        return PackageRunner(folder / "archive.pt2", graph, inputs=inputs, outputs=outputs)
+        return PackageRunner(folder / _ARCHIVE, graph, inputs=inputs, outputs=outputs)
     members = [name for name in manifest.members if f"/{graph}/" in name and name.endswith(".so")]
     if len(members) != 1:
         raise RejectedArtifact(
@@ -145,21 +152,21 @@ def unpack(manifest: Manifest, source: _Fetched | _AtHand, home: Path) -> Path:
     problem = _problem(manifest, folder, home)
     if problem is None:
         return folder
-    # Somebody changed it: make it anew, once.
+    # Somebody changed it: make it anew, once, unless another process has done so meanwhile.
     with locked(home / "locks", f"unpack {manifest.digest}", _LOCK_SECONDS):
+        if _problem(manifest, folder, home) is None:
+            return folder
         shutil.rmtree(folder, ignore_errors=True)
         _unpack_anew(manifest, source, folder)
-    problem = _problem(manifest, folder, home)
+        problem = _problem(manifest, folder, home)
     if problem is not None:
         raise problem
     return folder
 
 
 def _problem(manifest: Manifest, folder: Path, home: Path) -> CorruptArtifact | None:
-    for name, digest in manifest.members.items():
+    for name, digest in _files(manifest):
         path = folder / name
-        if not name.endswith((".so", ".json")):
-            continue
         try:
             require_private(path, home)
             found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -175,23 +182,39 @@ def _problem(manifest: Manifest, folder: Path, home: Path) -> CorruptArtifact | 
     return None
 
 
+def _files(manifest: Manifest) -> Iterator[tuple[str, Digest]]:
+    """What an unpacked folder holds, by name, with the sha256 of each."""
+    if manifest.runner == "torch":
+        yield _ARCHIVE, manifest.digest
+    for name, digest in manifest.members.items():
+        if name.endswith(_KEPT):
+            yield name, digest
+
+
 def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -> None:
-    draft = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder.parent))
+    """Needs the lock of this digest. The draft's name is fixed, so that what a killed process
+    left is cleared away by the next."""
+    draft = folder.with_name(f".unpacking-{manifest.digest}")
     try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(mode=0o700)
         archive = source(manifest.digest, draft)
         with zipfile.ZipFile(archive) as package:
             for info in package.infolist():
                 _extract(package, info, manifest, draft)
         if manifest.runner == "torch":
-            target = draft / "archive.pt2"
+            target = draft / _ARCHIVE
             if archive != target:
                 shutil.copyfile(archive, target)
+            target.chmod(0o600)
         elif archive.parent == draft:
             archive.unlink()
         os.replace(draft, folder)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise CorruptArtifact(
-            f"artifact {manifest.digest} is not a zip archive: {error}", digest=manifest.digest
+            f"artifact {manifest.digest} is not a zip archive that can be read: {error}; delete it from its "
+            "store and warm it again",
+            digest=manifest.digest,
         ) from error
     except OSError as error:
         if folder.is_dir():
@@ -217,10 +240,10 @@ def _extract(package: zipfile.ZipFile, info: zipfile.ZipInfo, manifest: Manifest
             f"artifact {manifest.digest}: member {info.filename!r} leads out of its folder",
             digest=manifest.digest,
         )
-    if not info.filename.endswith((".so", ".json")):
+    if not info.filename.endswith(_KEPT):
         return
     path = draft / info.filename
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(path.parent, 0o700)
     digest = hashlib.sha256()
     with package.open(info) as data, path.open("wb") as out:
         while chunk := data.read(1 << 20):

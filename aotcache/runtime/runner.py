@@ -25,12 +25,13 @@ _from_handles = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 _CAPSULE_POINTER = 16
 """Bytes from the start of a capsule object to the pointer in it, in CPython to this day."""
 
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype = ctypes.c_void_p
-_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+# Prototypes of our own: the attributes of `ctypes.pythonapi` are shared with the whole process.
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 
 _CPU = torch.device("cpu")
 
@@ -70,15 +71,14 @@ class _Container:
     __slots__ = ("_delete", "capsules", "handle", "inputs", "outputs", "slots")
 
     def __init__(self, library: Library, device: str) -> None:
-        handle = ctypes.c_void_p()
+        self.handle = handle = ctypes.c_void_p()
+        self._delete = library.delete
         code = library.create(ctypes.byref(handle), 1, device.encode(), None)
         if code:
             raise RejectedArtifact(
                 f"{library.path}: a container for {device} could not be made: {library.last_error()}",
                 path=str(library.path),
             )
-        self.handle = handle
-        self._delete = library.delete
         self.inputs = (ctypes.c_void_p * library.inputs)()
         self.outputs = (ctypes.c_void_p * library.outputs)()
         self.capsules = [_new_capsule(1, None, None) for _ in range(library.outputs)]
@@ -86,7 +86,8 @@ class _Container:
 
     def __del__(self) -> None:
         # Ends with the thread that made it: its thread-local dictionary goes.
-        self._delete(self.handle)
+        if self.handle:
+            self._delete(self.handle)
 
 
 class Library:
@@ -127,7 +128,7 @@ class Library:
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p,
         ]  # fmt: skip
         self._local = threading.local()
-        self._cuda = "libcuda.so.1" in _needed(path)
+        self._cuda = _names_cuda(path)
         container = self._container(torch.device("cuda") if self._cuda else _CPU)
         found = []
         for count in counts:
@@ -173,7 +174,10 @@ class Library:
         """
         if not self._cuda:
             return self._run_on(tensors, _CPU, None)
-        device = tensors[0].device
+        # A scalar on the CPU may stand among the inputs of a CUDA graph.
+        device = next((t.device for t in tensors if t.is_cuda), None)
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(device):
             return self._run_on(tensors, device, torch.cuda.current_stream(device).cuda_stream)
 
@@ -181,11 +185,7 @@ class Library:
         self, tensors: list[torch.Tensor], device: torch.device, stream: int | None
     ) -> list[torch.Tensor | None]:
         if len(tensors) != self.inputs:
-            raise CallRefused(
-                f"{self.path.name} takes {self.inputs} tensors, found {len(tensors)}",
-                expected=self.inputs,
-                found=len(tensors),
-            )
+            raise _wrong_count(self.path, self.inputs, len(tensors))
         container = self._container(device)
         inputs, outputs = container.inputs, container.outputs
         # The library takes over the handles that it is given, and frees them.
@@ -197,8 +197,16 @@ class Library:
             inputs[:] = [_pointer_of(capsule, None) for capsule in capsules]
         code = self._run(container.handle, inputs, self.inputs, outputs, self.outputs, stream, None)
         if code:
-            raise CallRefused(f"{self.path.name} failed: {self.last_error()}", path=str(self.path))
+            raise CallRefused(f"{self.path} failed: {self.last_error()}", path=str(self.path))
         return _take(container)
+
+
+def _wrong_count(path: Path, expected: int, found: int) -> CallRefused:
+    return CallRefused(
+        f"{path} takes {expected} tensors, found {found}; its manifest does not fit it",
+        expected=expected,
+        found=found,
+    )
 
 
 def _take(container: _Container) -> list[torch.Tensor | None]:
@@ -223,26 +231,39 @@ class PackageRunner:
 
     For graphs that call operators through the proxy executor. It holds the GIL while
     the graph runs. Thread-safe, one call at a time.
+
+    Raises:
+        RejectedArtifact: the archive cannot be opened.
     """
 
     def __init__(self, archive: Path, member: str, *, inputs: int, outputs: int) -> None:
         self.path = archive
         self.inputs = inputs
         self.outputs = outputs
-        self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(archive), member, False, 1, -1)
         self._lock = threading.Lock()
+        try:
+            # Single-threaded under our own lock: the loader's pool never gets a model back after an
+            # error in it, and the next call would wait for ever.
+            self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(archive), member, True, 1, -1)
+        except RuntimeError as error:
+            raise RejectedArtifact(
+                f"{archive} cannot be opened by torch's loader: {error}", path=str(archive)
+            ) from error
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """As `Library.run`."""
-        with self._lock:
-            found = self._loader.boxed_run(list(tensors))
-        return list(found)
+        if len(tensors) != self.inputs:
+            raise _wrong_count(self.path, self.inputs, len(tensors))
+        try:
+            with self._lock:
+                return list(self._loader.boxed_run(list(tensors)))
+        except RuntimeError as error:
+            raise CallRefused(f"{self.path} failed: {error}", path=str(self.path)) from error
 
 
 Runner = Library | PackageRunner
 
 
-def _needed(path: Path) -> frozenset[str]:
-    """Which CUDA libraries the file names; a plain search, since the names stand in it as text."""
-    data = path.read_bytes()
-    return frozenset(name for name in ("libcuda.so.1",) if name.encode() in data)
+def _names_cuda(path: Path) -> bool:
+    """Whether the file is linked to the CUDA driver; a plain search, since the name stands in it as text."""
+    return b"libcuda.so.1" in path.read_bytes()

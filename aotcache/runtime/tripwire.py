@@ -14,6 +14,7 @@ tracing; a compiler started by `os.system` or by C code.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -28,15 +29,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from aotcache.errors import TracingForbidden
+from aotcache.errors import TracingForbidden, UnsupportedTorch
 
 Scope = Literal["process", "thread"]
 
 # private torch names, tried on 2.13.0: (module, attribute, what it means when it is called)
 _POINTS = (
+    # Before compile_frame, whose errors Dynamo wraps or, with suppress_errors, takes for a graph break.
+    ("torch._dynamo.convert_frame", "_compile", "Dynamo compiles a frame"),
     ("torch._dynamo.convert_frame", "compile_frame", "Dynamo compiles a frame"),
     ("torch._dynamo.eval_frame", "_TorchDynamoContext.__call__", "torch.compile"),
-    ("torch.fx._symbolic_trace", "Tracer.trace", "FX tracing (symbolic_trace, make_fx, AOTAutograd)"),
+    # Before Tracer.trace, out of which make_fx lets another error come while torch's trace log is on.
+    ("torch.fx.experimental.proxy_tensor", "_MakefxTracer.trace", "make_fx"),
+    ("torch.fx._symbolic_trace", "Tracer.trace", "FX tracing (symbolic_trace, AOTAutograd)"),
     ("torch.export._trace", "_export", "torch.export"),
     ("torch._functorch.aot_autograd", "create_aot_state", "AOTAutograd"),
     ("torch._inductor.graph", "GraphLowering.run", "Inductor"),
@@ -160,6 +165,8 @@ def _wrapped(original: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 def _compiler_of(args: Any) -> str | None:
     """The compiler that a command starts, or None."""
+    if isinstance(args, bytes):
+        args = os.fsdecode(args)
     words = args.split() if isinstance(args, str) else [args] if isinstance(args, os.PathLike) else list(args)
     for word in words[:2] if not isinstance(args, str) else words:
         name = os.path.basename(os.fsdecode(word))
@@ -195,7 +202,8 @@ class _LateModules(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             if finder is self:
                 continue
-            spec = finder.find_spec(name, path, target)
+            find = getattr(finder, "find_spec", None)
+            spec: importlib.machinery.ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(spec.loader, self._arrived)
@@ -221,24 +229,45 @@ class _Loader(importlib.abc.Loader):
         self._arrived(module)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One wrapped function: where it is, what was there, and what is there now."""
+
+    owner: Any
+    name: str
+    original: Any
+    wrapper: Any
+
+    def restore(self) -> None:
+        # Who has wrapped it again since keeps that; with no wire set, ours only passes on.
+        if vars(self.owner).get(self.name) is self.wrapper:
+            setattr(self.owner, self.name, self.original)
+
+
 class _Points:
     """The wrapped functions: in place while any wire is set, the exact originals after."""
 
     def __init__(self) -> None:
         self.wires: tuple[Tripwire, ...] = ()
         self._lock = threading.RLock()
-        self._undo: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self._places: dict[tuple[int, str], _Place] = {}
         self._late = _LateModules(self._fit)
 
     def add(self, wire: Tripwire) -> None:
         with self._lock:
-            if not self.wires:
-                sys.meta_path.insert(0, self._late)
-                for module in {name for name, _, _ in _POINTS}:
-                    if module in sys.modules:
-                        self._fit(sys.modules[module])
-                self._put(subprocess.Popen, "__init__", _wrapped_popen)
             self.wires = (*self.wires, wire)
+            if self._late not in sys.meta_path:
+                sys.meta_path.insert(0, self._late)
+            self._put(subprocess.Popen, "__init__", _wrapped_popen)
+        try:
+            for name in dict.fromkeys(name for name, _, _ in _POINTS):
+                # Not under the lock: another thread may be in the middle of importing the module,
+                # and its import may need the lock before it ends.
+                if name in sys.modules:
+                    self._fit(importlib.import_module(name))
+        except BaseException:
+            self.remove(wire)
+            raise
 
     def remove(self, wire: Tripwire) -> None:
         with self._lock:
@@ -247,27 +276,37 @@ class _Points:
             self.wires = tuple(w for w in self.wires if w is not wire)
             if self.wires:
                 return
-            sys.meta_path.remove(self._late)
-            for owner, name, original in self._undo.values():
-                setattr(owner, name, original)
-            self._undo.clear()
+            if self._late in sys.meta_path:
+                sys.meta_path.remove(self._late)
+            for place in self._places.values():
+                place.restore()
+            self._places.clear()
 
     def _fit(self, module: types.ModuleType) -> None:
         with self._lock:
+            if not self.wires:
+                return
             for name, path, what in _POINTS:
                 if name == module.__name__:
-                    owner: Any = module
                     *parents, attribute = path.split(".")
+                    owner: Any = module
                     for parent in parents:
-                        owner = getattr(owner, parent)
+                        owner = getattr(owner, parent, None)
+                    if owner is None or attribute not in vars(owner):
+                        raise UnsupportedTorch(
+                            f"{name} of this torch has no {path}, by which the tripwire sees {what}; pass "
+                            "forbid_tracing=None to run without a tripwire, or use a torch that aotcache was "
+                            "tried with",
+                            name=f"{name}.{path}",
+                        )
                     self._put(owner, attribute, functools.partial(_wrapped, what=what))
 
     def _put(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         mark = (id(owner), name)
-        if mark not in self._undo:
+        if mark not in self._places:
             original = vars(owner)[name]
-            self._undo[mark] = (owner, name, original)
-            setattr(owner, name, wrap(original))
+            place = self._places[mark] = _Place(owner, name, original, wrap(original))
+            setattr(owner, name, place.wrapper)
 
 
 _points = _Points()
