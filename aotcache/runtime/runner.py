@@ -242,8 +242,8 @@ class PackageRunner:
         self.outputs = outputs
         self._lock = threading.Lock()
         try:
-            # Single-threaded under our own lock: the loader's pool never gets a model back after an
-            # error in it, and the next call would wait for ever.
+            # Single-threaded under our own lock: the loader's pool waits for a device event when its model
+            # was just used, and after an error does not wake who waits for it.
             self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(archive), member, True, 1, -1)
         except RuntimeError as error:
             raise RejectedArtifact(
