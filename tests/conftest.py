@@ -23,12 +23,13 @@ def _home_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 @pytest.fixture(scope="module", autouse=True)
 def _wires_end_with_their_module() -> Iterator[None]:
-    """A drafter that a test left attached must not forbid tracing to the tests of other files."""
+    """No file's tests may leave a drafter attached: it would forbid tracing to all that follow."""
     yield
     tripwire = sys.modules.get("aotcache.runtime.tripwire")
-    if tripwire is not None:
-        for wire in tripwire._points.wires:
-            wire.close()
+    left = tripwire._points.wires if tripwire is not None else ()
+    for wire in left:
+        wire.close()
+    assert not left
 
 
 @pytest.fixture(scope="session")

@@ -170,13 +170,7 @@ class Handle:
         self._lock = threading.Lock()
         self._attached: list[nn.Module] = []
         for region in regions:
-            module = region.module
-            if isinstance(module.__dict__.get(ATTACHED), Attachment):
-                raise ConfigError(
-                    f"region {region.name!r} is attached already; call detach() on the first handle first",
-                    region=region.name,
-                )
-            self._put(module, Attachment(region.name, module, region.forward, self))
+            self._put(region.module, Attachment(region.name, region.module, region.forward, self))
 
     def _put(self, module: nn.Module, attachment: Attachment) -> None:
         module.__dict__[ATTACHED] = attachment
@@ -300,6 +294,7 @@ def attach(
     spec = spec if isinstance(spec, Spec) else load_spec(spec)
     options = spec.compile_options()
     regions = find_regions(model, spec.drafter.regions, options)
+    _require_detached(regions)
     opened = open_store(store) if isinstance(store, str) or store is None else store
     cells = _lock_cells(spec, lock)
     counters = Stats()
@@ -310,6 +305,7 @@ def attach(
         frozenset(c.digest for c in cells) if lock is not None and cells is not None else None,
         counters,
     )
+    # Last: what is refused above must leave no wire behind, which nobody could close.
     wire = tripwire.install(forbid_tracing) if forbid_tracing is not None else None
     return Handle(
         regions,
@@ -321,6 +317,15 @@ def attach(
         wire=wire,
         warm_line=f"aotcache warm {spec.path}",
     )
+
+
+def _require_detached(regions: Iterable[Region]) -> None:
+    for region in regions:
+        if isinstance(region.module.__dict__.get(ATTACHED), Attachment):
+            raise ConfigError(
+                f"region {region.name!r} is attached already; call detach() on the first handle first",
+                region=region.name,
+            )
 
 
 def _lock_cells(spec: Spec, lock: str | Path | None) -> list[LockedCell] | None:
