@@ -172,7 +172,6 @@ class _Session:
         self.toolchain = host.host_toolchain()
         self._progress = progress
         self._telling = threading.Lock()
-        self._sandboxes = 0
         self._builders: list[Sandbox] = []
 
     def tell(self, what: Callable[[Progress], None]) -> None:
@@ -181,9 +180,8 @@ class _Session:
                 what(self._progress)
 
     def sandbox(self) -> Sandbox:
-        self._sandboxes += 1
-        own = self.staging / str(self._sandboxes)
-        own.mkdir()
+        # Builder threads come here at once: a counter of ours could give two of them one folder.
+        own = Path(tempfile.mkdtemp(dir=self.staging))
         headers = self.config.home / "headers"
         make_dirs(headers, 0o700)
         memory = self.config.build_memory_gib
