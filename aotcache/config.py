@@ -32,7 +32,7 @@ class Settings(BaseSettings):
         build_seconds: Time limit of one build, in seconds.
         build_memory_gib: Memory limit of one build, in GiB of address space that is
             really used (resident); None sets none.
-        lock_seconds: How long to wait for another process that holds a lock.
+        lock_seconds: How long to wait for another process that unpacks the same artifact.
         trust_shared_store: Open artifacts from a directory that other users can
             write to. Opening an artifact runs its code, so this trusts them all.
 
@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     store: str = Field(default_factory=lambda data: (data["home"] / "store").as_uri())
     build_seconds: float = Field(default=900.0, gt=0)
     build_memory_gib: float | None = Field(default=None, gt=0)
-    lock_seconds: float = Field(default=600.0, gt=0)
+    lock_seconds: float = Field(default=300.0, gt=0)
     trust_shared_store: bool = False
 
     def __init__(self, **values: Any) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NewType
+from typing import Literal, NewType
 
 from aotcache.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aotcache.manifest import Manifest
 
 Digest = NewType("Digest", str)
 """Lower-case hex sha256 of some bytes (64 characters)."""
@@ -86,17 +83,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
-    """A lookup that found an artifact."""
-
-    manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True)
 class Miss:
     """A lookup that found none, and why, in one sentence."""
 
     reason: str
-
-
-Lookup = Hit | Miss

@@ -380,7 +380,7 @@ class ContentIndex:
         try:
             make_dirs(path.parent, 0o700)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump({"key": manifest.key, "digest": manifest.digest}, file)
+                json.dump({"key": manifest.key}, file)
             Path(file.name).replace(path)
         except OSError as error:
             logger.warning("cannot note graph %s in %s: %s", manifest.content, path, error)

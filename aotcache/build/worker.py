@@ -28,7 +28,7 @@ from aotcache.errors import AotcacheError, CaptureError
 from aotcache.graph.redirect import redirect_flex
 from aotcache.graph.region import Call
 from aotcache.graph.strides import canonical_strides
-from aotcache.graph.tree import flatten_output, to_json
+from aotcache.graph.tree import to_json
 from aotcache.manifest import Certificate, Manifest, Provenance
 from aotcache.runtime import registry
 from aotcache.runtime.dense import dense_attention
@@ -51,9 +51,7 @@ class FlatCall:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with redirect_flex(dense_attention):
-            value = self.call.region.run(self.call, tensors)
-        flat: list[torch.Tensor] = []
-        template = flatten_output(value, flat, lambda v: isinstance(v, torch.Tensor), self.call.region.name)
+            flat, template = self.call.region.run_flat(self.call, tensors)
         self.output = to_json(template)
         return tuple(flat)
 

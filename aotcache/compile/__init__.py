@@ -2,7 +2,7 @@
 
     export_flat -> make_pair -> rewrites -> content key -> AOTInductor -> archive
 
-`build.prepare` does everything up to the content key, which tells whether an
-identical graph was compiled before; `build.compile_prepared` does the rest. What
+`pipeline.prepare` does everything up to the content key, which tells whether an
+identical graph was compiled before; `pipeline.compile_prepared` does the rest. What
 a call is, is `graph`'s business; whether the result is right, `certify`'s.
 """

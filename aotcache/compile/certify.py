@@ -22,7 +22,6 @@ from torch.nn.attention.flex_attention import create_mask
 from aotcache.errors import CertificateFailed
 from aotcache.graph.redirect import redirect_flex
 from aotcache.graph.region import Call
-from aotcache.graph.tree import flatten_output
 from aotcache.manifest import Certificate, Measurement
 from aotcache.runtime.dense import dense_attention
 from aotcache.runtime.function import Executable
@@ -121,13 +120,7 @@ def _run(
 
 def _eager(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with redirect_flex(dense_attention):
-        return _flat(call, call.region.run(call, tensors))
-
-
-def _flat(call: Call, value: Any) -> list[torch.Tensor]:
-    flat: list[torch.Tensor] = []
-    flatten_output(value, flat, lambda v: isinstance(v, torch.Tensor), call.region.name)
-    return flat
+        return call.region.run_flat(call, tensors)[0]
 
 
 def _reference(
@@ -142,7 +135,7 @@ def _reference(
 
     def run(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         with redirect_flex(boolean_attention):
-            outputs = _flat(call, call.region.run(call, leaves))
+            outputs, _ = call.region.run_flat(call, leaves)
         tangents.extend(
             torch.randn(out.shape, generator=generator, dtype=torch.float64) if out.requires_grad else None
             for out in outputs

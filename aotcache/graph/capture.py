@@ -14,7 +14,6 @@ from torch import nn
 from aotcache.errors import CaptureError, SpecError, UnsupportedGraph
 from aotcache.graph.region import Call, Region
 from aotcache.graph.structure import ATTACHED
-from aotcache.types import CacheKey
 
 
 def find_regions(model: nn.Module, patterns: Sequence[str], options: Mapping[str, Any]) -> list[Region]:
@@ -100,14 +99,6 @@ def recording(regions: Sequence[Region], on_call: Callable[[Call], None]) -> Ite
                 del region.module.__dict__["forward"]
             else:
                 region.module.__dict__["forward"] = forward
-
-
-def distinct(calls: Sequence[Call]) -> dict[CacheKey, Call]:
-    """The first call of every key."""
-    first: dict[CacheKey, Call] = {}
-    for call in calls:
-        first.setdefault(call.parts.key, call)
-    return first
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:

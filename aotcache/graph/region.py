@@ -61,13 +61,6 @@ class Call:
     holder_slots: list[int]
     training: tuple[bool, ...]
 
-    def slot_holders(self) -> list[Holder]:
-        """The holder each leading slot is read from."""
-        first: dict[int, Holder] = {}
-        for holder, slot in zip(self.static.holders, self.holder_slots, strict=True):
-            first.setdefault(slot, holder)
-        return [first[slot] for slot in sorted(first)]
-
     def requires_grad(self) -> list[bool]:
         """Per slot, whether a gradient is wanted."""
         return [self.mode == "train" and t.requires_grad for t in self.tensors]
@@ -93,7 +86,6 @@ class Region:
     ) -> None:
         self.name = name
         self.module = module
-        self.options = dict(options)
         forward = forward or original_forward(module)
         self._own_forward = None if _is_of_class(forward, module) else forward
         self.forward = forward
@@ -252,6 +244,12 @@ class Region:
                 region=self.name,
                 differences=[str(d) for d in changed],
             )
+
+    def run_flat(self, call: Call, tensors: Sequence[Any]) -> tuple[list[torch.Tensor], tree.Template]:
+        """As `run`, the result taken apart: its tensors, each once, and the template around them."""
+        flat: list[torch.Tensor] = []
+        template = tree.flatten_output(self.run(call, tensors), flat, self.name)
+        return flat, template
 
     def run(self, call: Call, tensors: Sequence[Any]) -> Any:
         """Run the original forward of a described call on other tensors, slot by slot.

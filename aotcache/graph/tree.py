@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from aotcache.errors import ManifestError, UnsupportedGraph
 
 
@@ -127,13 +129,13 @@ class Bound:
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def flatten_output(value: Any, tensors: list[Any], is_tensor: Any, region: str) -> Template:
+def flatten_output(value: Any, tensors: list[torch.Tensor], region: str) -> Template:
     """Take the tensors out of what a region returned; the same tensor twice gets one slot.
 
     Raises:
         UnsupportedGraph: for a container that cannot travel in a manifest.
     """
-    if is_tensor(value):
+    if isinstance(value, torch.Tensor):
         for i, known in enumerate(tensors):
             if known is value:
                 return TensorAt(i)
@@ -142,11 +144,9 @@ def flatten_output(value: Any, tensors: list[Any], is_tensor: Any, region: str) 
     if type(value) in _PLAIN:
         return Constant(value)
     if type(value) in (tuple, list):
-        return Items(type(value), tuple(flatten_output(v, tensors, is_tensor, region) for v in value))
+        return Items(type(value), tuple(flatten_output(v, tensors, region) for v in value))
     if type(value) is dict and all(isinstance(k, str) for k in value):
-        return Entries(
-            tuple(value), tuple(flatten_output(v, tensors, is_tensor, region) for v in value.values())
-        )
+        return Entries(tuple(value), tuple(flatten_output(v, tensors, region) for v in value.values()))
     raise UnsupportedGraph(
         f"region {region!r} returns a {type(value).__module__}.{type(value).__qualname__}; an artifact can "
         "return tensors, None, numbers, text, tuples, lists and dicts of them: return one of these, "

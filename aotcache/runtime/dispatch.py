@@ -18,6 +18,7 @@ import torch
 from aotcache.graph import ambient, tree
 from aotcache.graph.region import Call
 from aotcache.graph.strides import has_strides
+from aotcache.runtime.memory import is_aligned, relayout
 
 if TYPE_CHECKING:
     from aotcache.runtime.function import Executable
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 from torch._C._dynamo.guards import TensorGuards
 
 _MAX_RECORDS = 16
-_CUDA_ALIGNMENT = 16
-"""Bytes. Triton kernels are compiled for inputs aligned to this."""
 
 
 class _TensorCheck(Protocol):
@@ -87,7 +86,7 @@ class Record:
         for slot, strides in self.relayout:
             tensors[slot] = relayout(tensors[slot], strides)
         if self.device == "cuda":
-            align(tensors)
+            tensors = [t if is_aligned(t) else t.clone() for t in tensors]
         return self.build(self.run(tensors))
 
 
@@ -180,18 +179,6 @@ def _tensor_check(tensors: Sequence[torch.Tensor]) -> _TensorCheck:
     return check
 
 
-def relayout(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy of `tensor` with the given strides (elements); gradients flow back through it."""
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def align(tensors: list[torch.Tensor]) -> None:
-    """Replace CUDA tensors that start at an unaligned address by aligned copies."""
-    for i, tensor in enumerate(tensors):
-        if tensor.data_ptr() % _CUDA_ALIGNMENT:
-            tensors[i] = tensor.clone()
-
-
 class Records:
     """The records of one region on one module, most recently used first.
 
@@ -217,7 +204,3 @@ class Records:
     def add(self, record: Record) -> None:
         """Put a record in front; the least recently used one may go."""
         self._records = (record, *self._records)[:_MAX_RECORDS]
-
-    def clear(self) -> None:
-        """Forget all records."""
-        self._records = ()

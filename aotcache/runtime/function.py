@@ -10,6 +10,7 @@ import torch
 
 from aotcache.errors import CallRefused
 from aotcache.manifest import Manifest, OutputSlot
+from aotcache.runtime.memory import is_aligned, relayout
 from aotcache.runtime.runner import Runner
 
 
@@ -166,7 +167,7 @@ def _as_saved(tensor: Any, *layout: Any) -> Any:
             expected=(str(dtype), tuple(shape)),
             found=(str(tensor.dtype), tuple(tensor.shape)),
         )
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor)
+    return relayout(tensor, stride)
 
 
 def _once(found: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -197,13 +198,5 @@ def conform(gradient: torch.Tensor, slot: OutputSlot, index: int) -> torch.Tenso
             f"{gradient.layout}, expected a plain strided tensor",
             output=index,
         )
-    strides = gradient.stride()
-    if strides == slot.stride and not gradient.is_neg() and not gradient.is_conj() and _aligned(gradient):
-        return gradient
-    return torch.empty_strided(slot.shape, slot.stride, dtype=gradient.dtype, device=gradient.device).copy_(
-        gradient
-    )
-
-
-def _aligned(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cuda" or tensor.data_ptr() % 16 == 0
+    plain = gradient.stride() == slot.stride and not gradient.is_neg() and not gradient.is_conj()
+    return gradient if plain and is_aligned(gradient) else relayout(gradient, slot.stride)

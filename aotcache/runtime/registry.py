@@ -15,16 +15,14 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from aotcache.config import Settings
 from aotcache.errors import CorruptArtifact, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.runtime.function import Executable
 from aotcache.runtime.runner import Library, PackageRunner, Runner
 from aotcache.store.base import Store
-from aotcache.store.local import locked, make_dirs, require_private
+from aotcache.store.local import make_dirs, once, require_private
 from aotcache.types import Digest
-
-_LOCK_SECONDS = 300.0
-"""How long to wait for another process that unpacks the same artifact."""
 
 _ARCHIVE = "archive.pt2"
 """The archive itself, kept where torch's own loader is to read it."""
@@ -142,26 +140,23 @@ def unpack(manifest: Manifest, source: _Fetched | _AtHand, home: Path) -> Path:
 
     `unpacked/<digest>` appears whole or not at all; whichever process comes first makes it.
     """
-    base = home / "unpacked"
-    folder = base / manifest.digest
-    if not folder.is_dir():
-        make_dirs(base, 0o700)
-        with locked(home / "locks", f"unpack {manifest.digest}", _LOCK_SECONDS):
-            if not folder.is_dir():
-                _unpack_anew(manifest, source, folder)
-    problem = _problem(manifest, folder, home)
-    if problem is None:
-        return folder
-    # Somebody changed it: make it anew, once, unless another process has done so meanwhile.
-    with locked(home / "locks", f"unpack {manifest.digest}", _LOCK_SECONDS):
-        if _problem(manifest, folder, home) is None:
-            return folder
+    folder = home / "unpacked" / manifest.digest
+    make_dirs(folder.parent, 0o700)
+
+    def intact() -> Path | None:
+        return folder if folder.is_dir() and _problem(manifest, folder, home) is None else None
+
+    def make() -> Path:
+        # What lies there, if anything, somebody has changed.
         shutil.rmtree(folder, ignore_errors=True)
         _unpack_anew(manifest, source, folder)
         problem = _problem(manifest, folder, home)
-    if problem is not None:
-        raise problem
-    return folder
+        if problem is not None:
+            raise problem
+        return folder
+
+    config = Settings()
+    return once(home / "locks", f"unpack {manifest.digest}", config.lock_seconds, ready=intact, make=make)
 
 
 def _problem(manifest: Manifest, folder: Path, home: Path) -> CorruptArtifact | None:
