@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from aotcache.compile.graphs import no_autocast, output_nodes, replaced
+from aotcache.compile.graphs import clean_trace, output_nodes, replaced
 from aotcache.compile.host_contract import cpu_level
 from aotcache.compile.pair import example_inputs
 from aotcache.compile.rewrite import own_constants
@@ -239,7 +239,7 @@ def compile_pair(
         out.mkdir(parents=True, exist_ok=True)
         try:
             inputs = example_inputs(module)
-            with torch.no_grad(), no_autocast(), _only(cpu_level(target), flags):
+            with torch.no_grad(), clean_trace(), _only(cpu_level(target), flags):
                 files = _aot_compile(
                     _with_call_spec(own_constants(module, inputs), inputs),
                     inputs,

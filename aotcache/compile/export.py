@@ -23,11 +23,11 @@ from aotcache.compile.graphs import (
     argument_of,
     blank,
     call_nodes,
+    clean_trace,
     error_line,
     is_library,
     maker,
     memory_use,
-    no_autocast,
     operator_name,
     output_nodes,
     replaced,
@@ -150,7 +150,7 @@ def export_flat(
     where = f"region {region!r}"
     try:
         flat = _Flat(fn)
-        with torch.set_grad_enabled(train), no_autocast(), _all_user_frames():
+        with torch.set_grad_enabled(train), clean_trace(), _all_user_frames():
             program = torch.export.export(flat, inputs, strict=False)
     except _data_dependent_errors() as error:
         raise UnsupportedGraph(

@@ -44,6 +44,18 @@ def _is_block(target: Any) -> bool:
     )
 
 
+@contextmanager
+def _unannotated() -> Iterator[None]:
+    from torch.fx.traceback import current_meta
+
+    left = current_meta.pop("custom", None)
+    try:
+        yield
+    finally:
+        if left is not None:
+            current_meta["custom"] = left
+
+
 # end of private torch names
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -146,16 +158,20 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def no_autocast() -> Iterator[None]:
-    """Autocast off, whatever the caller runs under.
+def clean_trace() -> Iterator[None]:
+    """A trace that takes on nothing of what it is called under.
 
-    What it casts is in the graph once the graph is exported. Applied again, it would
-    cast in the backward, which eager autograd runs without it.
+    Autocast is off: what it casts is in the graph once the graph is exported. Applied
+    again, it would cast in the backward, which eager autograd runs without it. And no
+    annotation is on: torch keeps them in one place for all threads, and two threads that
+    build block masks at once leave one there for good, by which Inductor would compile
+    nothing of any later graph.
     """
     with ExitStack() as stack:
         for device in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.amp.autocast(device, enabled=False))
+        stack.enter_context(_unannotated())
         yield
 
 

@@ -27,8 +27,8 @@ from aotcache.compile.export import fresh_examples
 from aotcache.compile.graphs import (
     attribute,
     blank,
+    clean_trace,
     memory_use,
-    no_autocast,
     output_nodes,
     view_root,
     write_values,
@@ -107,7 +107,7 @@ def example_inputs(module: fx.GraphModule) -> tuple[torch.Tensor, ...]:
 
 def infer_graph(program: ExportedProgram) -> Pair:
     """The forward of a program exported without gradients, functional and alone."""
-    with no_autocast():
+    with clean_trace():
         functional = program.run_decompositions({})
     values = [n for n in output_nodes(functional.graph) if n is not None]
     slots = tuple(_slot(n.meta["val"], differentiable=False) for n in values)
@@ -143,7 +143,7 @@ def make_pair(
             "Build it in mode infer",
             region=region,
         )
-    with ExitStack() as stack, torch.enable_grad(), no_autocast():
+    with ExitStack() as stack, torch.enable_grad(), clean_trace():
         try:
             joint = _joint_graph(stack, module, fresh_examples(examples, train=True))
         except Exception as error:

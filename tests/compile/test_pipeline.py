@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.fx.traceback import current_meta
 
 from aotcache.compile import pipeline
 from aotcache.errors import CompileFailed
@@ -42,6 +43,18 @@ def test_slots_say_what_the_call_was_made_with() -> None:
     assert prepared.pair.tangents == (0, 1)
     assert prepared.pair.gradients == (0, 1, 2, 3)
     assert not any(s.requires_grad for s in _prepare(train=False).inputs)
+
+
+def test_an_annotation_that_another_thread_left_does_not_reach_the_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What two threads that build block masks at once leave behind: Inductor compiles no node that has it.
+    monkeypatch.setitem(current_meta, "custom", {"fallback_to_eager": True})
+    prepared = _prepare()
+    assert prepared.backward is not None
+    nodes = [*prepared.forward.graph.nodes, *prepared.backward.graph.nodes]
+    assert [n for n in nodes if "fallback_to_eager" in n.meta.get("custom", {})] == []
+    assert current_meta["custom"] == {"fallback_to_eager": True}
 
 
 @pytest.mark.slow
