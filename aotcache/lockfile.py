@@ -11,7 +11,6 @@ import os
 import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -145,7 +144,7 @@ def read_lock(path: Path) -> Lock:
                 f"{path}: lock file format {found!r}, expected {FORMAT}; upgrade aotcache or warm again",
                 path=str(path),
             )
-        return _adapter().validate_json(data)
+        return _LOCK.validate_json(data)
     except (ValueError, ValidationError, RecursionError) as error:
         raise ManifestError(
             f"{path}: not a lock file: {error}; restore it, or delete it and warm again", path=str(path)
@@ -175,6 +174,4 @@ def write_lock(path: Path, lock: Lock) -> bool:
     return True
 
 
-@cache
-def _adapter() -> TypeAdapter[Lock]:
-    return TypeAdapter(Lock)
+_LOCK = TypeAdapter(Lock)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -216,7 +215,7 @@ class Manifest:
                 raise ManifestError(
                     f"{where}: manifest schema {schema!r}, expected {SCHEMA}; upgrade aotcache or rebuild it"
                 )
-            manifest = _adapter().validate_json(data)
+            manifest = _MANIFEST.validate_json(data)
             key = manifest.parts.key
         except (ValueError, ValidationError, KeyError, TypeError, RecursionError) as error:
             raise ManifestError(f"{where}: not a manifest: {error}") from error
@@ -229,9 +228,7 @@ class Manifest:
         return manifest
 
 
-@cache
-def _adapter() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
+_MANIFEST = TypeAdapter(Manifest)
 
 
 __all__ = [

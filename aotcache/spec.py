@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -233,7 +232,7 @@ def load_spec(path: str | Path | None = None) -> Spec:
     except ValueError as error:
         raise SpecError(f"{file}: not TOML: {error}") from error
     try:
-        parsed = _adapter().validate_python(document)
+        parsed = _FILE.validate_python(document)
     except ValidationError as error:
         raise SpecError("\n".join(f"{file}: {line}" for line in _complaints(error))) from error
     return Spec(
@@ -263,9 +262,7 @@ def _find(path: Path) -> Path:
     )
 
 
-@cache
-def _adapter() -> TypeAdapter[_File]:
-    return TypeAdapter(_File)
+_FILE = TypeAdapter(_File)
 
 
 _KNOWN: dict[str, type[Drafter | CompileOptions | _Targets]] = {

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from filelock import FileLock, Timeout
+
 from aotcache.errors import RejectedArtifact, StoreError
 
 T = TypeVar("T")
@@ -107,8 +109,6 @@ def locked(locks: Path, name: str, seconds: float) -> Iterator[None]:
     Raises:
         StoreError: if it was not free in time, or cannot be made.
     """
-    from filelock import FileLock, Timeout
-
     make_dirs(locks, 0o700)
     path = locks / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock"
     lock = FileLock(path, timeout=seconds, thread_local=False)
