@@ -17,8 +17,9 @@ $(READY): pyproject.toml constraints.txt scripts/setup.sh $(wildcard tests/integ
 demo: $(READY)  ## Warm the bundled drafters, train one on 4 threads, prove that none traced
 	@$(BIN)/aotcache demo $(ARGS)
 
+# One process per folder of tests, since the tests of a folder share what they compile.
 test: $(READY)  ## The whole test suite
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
 
 check: $(READY)  ## Lint and types: ruff, mypy --strict
 	@$(BIN)/ruff check .

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+_LONG = ("cases", "integration", "build")
+"""Folders whose tests compile most."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _home_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -49,6 +52,19 @@ def warmed(_home_of_this_run: Path) -> Callable[..., str]:
         return done[mark]
 
     return warm
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one folder run in one process (`make test` starts several), the long folders first."""
+    tests = Path(__file__).parent
+
+    def folder(item: pytest.Item) -> str:
+        return str(item.path.parent.relative_to(tests))
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(folder(item)))
+    items.sort(key=lambda item: folder(item) not in _LONG)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
