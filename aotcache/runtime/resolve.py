@@ -134,7 +134,8 @@ class Resolver:
 
     def forget_misses(self) -> None:
         """Look at the store again for what was missing."""
-        self._answers = {k: a for k, a in self._answers.items() if isinstance(a, Resolved)}
+        # A list first: other threads may be adding answers meanwhile.
+        self._answers = {k: a for k, a in list(self._answers.items()) if isinstance(a, Resolved)}
 
 
 def nearest(parts: KeyParts, manifests: Iterable[Manifest]) -> tuple[Manifest, list[str]] | None:
