@@ -25,6 +25,7 @@ from aotcache.compile.graphs import (
     call_nodes,
     clean_trace,
     error_line,
+    handed_on,
     is_library,
     maker,
     memory_use,
@@ -70,6 +71,50 @@ def _all_user_frames() -> Iterator[None]:
 
     with replaced(TracerBase, "_filter_traceback_frames", keep):
         yield
+
+
+@contextmanager
+def _own_gradients_refused(region: str) -> Iterator[None]:
+    """Refuses what would change gradients and leaves no trace in an exported program.
+
+    The backward is made from the operators of the forward: a hook on a tensor and the
+    backward of an autograd function would be left out, and where they only act now and
+    then (clipping), no check on a few batches would notice.
+    """
+    apply = vars(torch.autograd.Function)["apply"]
+
+    def apply_or_refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        differentiated = any(
+            isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())
+        )
+        if torch.is_grad_enabled() and differentiated:
+            raise _not_in_graph(
+                region, f"the autograd function {cls.__qualname__} is called", "its own backward"
+            )
+        return apply.__func__(cls, *args, **kwargs)
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def method(self: torch.Tensor, *_: Any, **__: Any) -> Any:
+            raise _not_in_graph(region, f"Tensor.{name} is called", "the hook")
+
+        return method
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.autograd.Function, "apply", classmethod(apply_or_refuse)))
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            stack.enter_context(replaced(torch.Tensor, name, refuse(name)))
+        yield
+
+
+def _not_in_graph(region: str, what: str, lost: str) -> UnsupportedGraph:
+    frames = [f for f in traceback.extract_stack() if not is_library(f.filename)]
+    line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+    return UnsupportedGraph(
+        f"region {region!r}: {what} at {_at(line)}; an artifact's backward is made from the operators of "
+        f"the forward and would leave {lost} out. Leave this part out of the region",
+        region=region,
+        line=line,
+    )
 
 
 # end of private torch names
@@ -150,8 +195,10 @@ def export_flat(
     where = f"region {region!r}"
     try:
         flat = _Flat(fn)
-        with torch.set_grad_enabled(train), clean_trace(), _all_user_frames():
+        with torch.set_grad_enabled(train), clean_trace(), _all_user_frames(), _own_gradients_refused(region):
             program = torch.export.export(flat, inputs, strict=False)
+    except UnsupportedGraph:
+        raise
     except _data_dependent_errors() as error:
         raise UnsupportedGraph(
             f"{where}: control flow or a shape depends on a tensor's values, at {_at(error_line(error))}: "
@@ -224,6 +271,18 @@ def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: 
                 "tensor or None. Return tensors only",
                 region=region,
             )
+    for node in call_nodes(module):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise _refuse(
+                region,
+                node,
+                f"a tensor of layout {value.layout} is made",
+                "Use dense tensors, or leave this part out of the region",
+            )
+    for placeholder in module.graph.find_nodes(op="placeholder"):
+        if placeholder.name not in users:
+            _refuse_baked(placeholder, region)
     use = memory_use(module)
     for position, node in use.written:
         raise _refuse(
@@ -249,6 +308,24 @@ def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: 
             f"outputs {earlier} and {output} share memory, made",
             "Return a copy of one of them (`.clone()`)",
         )
+
+
+def _refuse_baked(constant: fx.Node, region: str) -> None:
+    """Refuses a tensor that was there before the call and is no slot of it.
+
+    A tensor that the call itself makes of numbers is copied before it is used.
+    """
+    for node in constant.users:
+        inner = handed_on(node, constant)
+        if inner is not None:
+            _refuse_baked(inner, region)
+        elif node.target not in (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default):
+            raise _refuse(
+                region,
+                node,
+                "a tensor that is no parameter, no buffer and no input is read, and would be baked in,",
+                "Register it as a buffer, or pass it as an input",
+            )
 
 
 def _refuse_random(node: fx.Node, region: str) -> None:

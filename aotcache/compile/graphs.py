@@ -7,6 +7,7 @@ schemas of operators only promise.
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -121,6 +122,16 @@ def maker(node: fx.Node) -> fx.Node:
     return node
 
 
+def handed_on(block: fx.Node, operand: fx.Node) -> fx.Node | None:
+    """What stands for `operand` inside a nested block that takes it; None if `block` is no block."""
+    if not _is_block(block.target):
+        return None
+    (inner,) = _nested(block)
+    placeholders = list(inner.graph.find_nodes(op="placeholder"))
+    operands = block.args[len(block.args) - len(placeholders) :]
+    return next(p for p, given in zip(placeholders, operands, strict=True) if given is operand)
+
+
 def attribute(module: torch.nn.Module, path: str) -> Any:
     """The attribute at a dotted path."""
     value: Any = module
@@ -149,7 +160,7 @@ def target_name(target: torch._ops.OperatorBase) -> str:
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """`owner.name` is `value` for the length of the block, for every thread."""
-    original = getattr(owner, name)
+    original = inspect.getattr_static(owner, name)
     setattr(owner, name, value)
     try:
         yield

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import random
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,17 +64,38 @@ class _Recorder:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.region.describe(args, kwargs)
+        drawn = _random_states()
         result = self.original(*args, **kwargs)
+        if _random_states() != drawn:
+            raise UnsupportedGraph(
+                f"region {self.region.name!r}: its forward draws random numbers from `random` or `numpy.random`; "
+                "an artifact would repeat those of its build for ever. Draw them outside the region and pass "
+                "them in",
+                region=self.region.name,
+            )
         after = self.region.describe(args, kwargs)
-        if after.parts.key != call.parts.key:
-            changed = "; ".join(str(d) for d in call.parts.diff(after.parts)[:3])
+        changed = [str(d) for d in call.parts.diff(after.parts)]
+        if not changed:
+            # Another tensor of the same kind has the same key.
+            changed = [
+                f"{name} is another tensor"
+                for name, tensor, now in zip(call.names, call.tensors, after.tensors, strict=True)
+                if tensor is not now
+            ]
+        if changed:
             raise UnsupportedGraph(
                 f"region {self.region.name!r}: its forward changes what it was given or what it is "
-                f"({changed}); an artifact could not do that. Return the new value instead",
+                f"({'; '.join(changed[:3])}); an artifact could not do that. Return the new value instead",
                 region=self.region.name,
             )
         self.on_call(call)
         return result
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Where the process's generators of Python and numpy stand; torch's are seen in the graph."""
+    numpy = sys.modules.get("numpy")
+    return (random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None)
 
 
 def _record_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

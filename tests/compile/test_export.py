@@ -67,7 +67,27 @@ def size_from_a_value(x):
     return (x.nonzero(),)  # here
 
 
+TABLE = torch.ones(3)
+
+
+def table_from_elsewhere(x):
+    return (x * TABLE,)  # here
+
+
+def table_from_elsewhere_without_gradient(x):
+    with torch.no_grad():
+        y = x * torch.tensor([1.0, 2.0, 3.0]) * TABLE  # here
+    return (x * y,)
+
+
+def sparse_on_the_way(x):
+    return (x.to_sparse().sum(),)  # here
+
+
 REFUSED = [
+    (table_from_elsewhere, None, "no parameter, no buffer and no input is read"),
+    (table_from_elsewhere_without_gradient, None, "would be baked in, by aten.mul.Tensor"),
+    (sparse_on_the_way, None, "a tensor of layout torch.sparse_coo is made by aten.to_sparse"),
     (in_place_in_a_helper, _bump, "x is changed in place by aten.add_.Tensor"),
     (in_place_through_a_view, None, "x is changed in place by aten.mul_.Tensor"),
     (dropout, None, "random numbers are drawn by aten.dropout"),
@@ -123,6 +143,51 @@ def test_an_error_of_the_model_is_reported_with_its_line() -> None:
     with pytest.raises(CompileFailed, match="ValueError: no such head") as failed:
         export_flat(broken, [torch.randn(3)], ["x"], region="r", train=False)
     assert failed.value.details["line"] == line_of(broken)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-100, 100)
+
+
+def own_backward(x):
+    return (Clipped.apply(x * 2),)  # here
+
+
+def hook_on_a_tensor(x):
+    y = x * 2
+    if y.requires_grad:
+        y.register_hook(lambda g: g.clamp(-100, 100))  # here
+    return (y,)
+
+
+@pytest.mark.parametrize("fn", [own_backward, hook_on_a_tensor])
+def test_what_changes_gradients_outside_of_the_graph_is_refused_where_gradients_are_wanted(
+    fn: Callable[..., Any],
+) -> None:
+    x = torch.randn(3, 3, requires_grad=True)
+    with pytest.raises(UnsupportedGraph, match=r"Clipped|register_hook") as refused:
+        export_flat(fn, [x], ["x"], region="r", train=True)
+    assert refused.value.details["line"] == line_of(fn)
+    export_flat(fn, [x], ["x"], region="r", train=False)
+    (out,) = fn(x)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.full((3, 3), 2.0))
+
+
+def test_tensors_made_of_numbers_are_taken_in_every_block() -> None:
+    def fine(x):
+        with torch.no_grad():
+            y = x * torch.tensor([1.0, 2.0, 3.0])
+        with torch.autocast("cpu", torch.bfloat16):
+            z = x @ x * torch.tensor(3.0)
+        return (x * y * torch.arange(3) + z,)
+
+    export_flat(fine, [torch.randn(3, 3, requires_grad=True)], ["x"], region="r", train=True)
 
 
 def test_writes_to_own_tensors_and_switched_off_dropout_are_taken() -> None:
