@@ -127,7 +127,7 @@ def handed_on(block: fx.Node, operand: fx.Node) -> fx.Node | None:
     if not _is_block(block.target):
         return None
     (inner,) = _nested(block)
-    placeholders = list(inner.graph.find_nodes(op="placeholder"))
+    placeholders: list[fx.Node] = list(inner.graph.find_nodes(op="placeholder"))
     operands = block.args[len(block.args) - len(placeholders) :]
     return next(p for p, given in zip(placeholders, operands, strict=True) if given is operand)
 
