@@ -43,12 +43,15 @@ from aotcache.manifest import OutputSlot, PairContract
 def _joint_graph(
     stack: ExitStack, module: torch.nn.Module, examples: Sequence[torch.Tensor]
 ) -> fx.GraphModule:
+    import torch._functorch.config as functorch_config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._inductor.decomposition import select_decomp_table
 
-    joint = aot_export_joint_with_descriptors(
-        stack, module, tuple(examples), decompositions=select_decomp_table()
-    )
+    # Gradients come in with the strides of their outputs; torch 2.11 would have them contiguous.
+    with functorch_config.patch(guess_tangent_strides_as_outputs=True):
+        joint = aot_export_joint_with_descriptors(
+            stack, module, tuple(examples), decompositions=select_decomp_table()
+        )
     return joint.graph_module
 
 
