@@ -44,7 +44,7 @@ class Progress(Protocol):
         """The plan is made; `builds` are about to be built."""
 
     def stage(self, cell: Cell | None, stage: str) -> None:
-        """A build entered a stage; no cell while the drafter is captured."""
+        """A build entered a stage; no cell while a builder starts and captures the drafter."""
 
     def finished(self, cell: Cell, seconds: float, error: AotcacheError | None) -> None:
         """A build ended."""
@@ -172,11 +172,12 @@ class _Session:
         self.toolchain = host.host_toolchain()
         self._progress = progress
         self._telling = threading.Lock()
+        self._stopped = False
         self._builders: list[Sandbox] = []
 
     def tell(self, what: Callable[[Progress], None]) -> None:
-        if self._progress is not None:
-            with self._telling:
+        with self._telling:
+            if self._progress is not None and not self._stopped:
                 what(self._progress)
 
     def sandbox(self) -> Sandbox:
@@ -196,6 +197,7 @@ class _Session:
         return made
 
     def plan(self, sandbox: Sandbox) -> Plan:
+        self.tell(lambda p: p.stage(None, "start a builder"))
         answer = sandbox.request({"do": "capture"}, lambda e: self._stage(None, e))
         cells = [
             Cell(
@@ -211,7 +213,12 @@ class _Session:
         return make_plan(cells, self.store, self.toolchain)
 
     def _stage(self, cell: Cell | None, event: Mapping[str, Any]) -> None:
-        self.tell(lambda p: p.stage(cell, str(event["stage"])))
+        if "bucket" in event:
+            sizes = ",".join(f"{name}={size}" for name, size in event["bucket"].items())
+            which = "" if cell is None else " in a further builder"
+            self.tell(lambda p: p.stage(None, f"capture {event['mode']} {sizes}".rstrip() + which))
+        else:
+            self.tell(lambda p: p.stage(cell, str(event["stage"])))
 
     def build(self, cells: Sequence[Cell], first: Sandbox, jobs: int, force: bool) -> list[Built]:
         """Build cells on `jobs` builders, the first of which has captured already."""
@@ -240,7 +247,9 @@ class _Session:
             for worker in workers:
                 worker.join()
         except BaseException:
-            # Ctrl-C: end what runs, and its threads end with it.
+            # Ctrl-C: end what runs, and its threads end with it. That its builders died is no news.
+            with self._telling:
+                self._stopped = True
             _drain(todo)
             for builder in self._builders:
                 builder.kill()

@@ -20,6 +20,8 @@ from aotcache.errors import AotcacheError, ConfigError, SpecError
 
 FAILED = 1
 USAGE = 2
+INTERRUPTED = 130
+"""128 and the number of SIGINT, as shells have it."""
 _JSON = "aotcache.json"
 
 
@@ -37,6 +39,11 @@ class _Commands(TyperGroup):
             report(error, as_json=ctx.meta[_JSON])
             code = USAGE if isinstance(error, ConfigError | SpecError) else FAILED
             raise typer.Exit(code) from error
+        except KeyboardInterrupt:
+            err().print(
+                "interrupted: what was finished stays, nothing half done does; run it again for the rest"
+            )
+            raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             # The reader of a pipe left (`aotcache ls | head`): nothing is wrong, and
             # Python must not try to flush into it again at exit.
@@ -80,11 +87,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("warm")(warming.warm)
-app.command("ls")(entries.ls)
-app.command("show")(entries.show)
-app.command("why")(entries.why)
-app.command("fetch")(transfer.fetch)
-app.command("verify")(transfer.verify)
-app.command("doctor")(doctor.doctor)
-app.command("demo")(bundled.demo)
+# A first sentence that is longer than a line of the list would be cut in the middle of a word.
+app.command("warm", short_help="Build what a spec asks for and the store lacks.")(warming.warm)
+app.command("ls", short_help="List what a store holds.")(entries.ls)
+app.command("show", short_help="Show the manifests of one key.")(entries.show)
+app.command("why", short_help="Explain a miss, or a rejected artifact.")(entries.why)
+app.command("fetch", short_help="Copy artifacts to a store or a folder.")(transfer.fetch)
+app.command("verify", short_help="Check stored artifacts; opens none.")(transfer.verify)
+app.command("doctor", short_help="Report what this host can do.")(doctor.doctor)
+app.command("demo", short_help="Warm the bundled drafters and train one.")(bundled.demo)

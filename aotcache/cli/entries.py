@@ -202,8 +202,11 @@ def _describe(m: Manifest) -> Iterator[str]:
     if m.host.operators:
         yield f"             custom operators: {' '.join(sorted(m.host.operators))}"
     proof = m.certificate
-    yield f"checked      against eager float64 on {proof.batches} batches, tolerance {proof.tolerance:g}"
-    yield from (f"             {w.what}: {w.artifact:.2e} (eager {w.eager:.2e})" for w in proof.worst)
+    yield (
+        f"checked      against eager float64 on {proof.batches} batches, tolerance {proof.tolerance:g}; "
+        "largest relative error of each batch:"
+    )
+    yield from (f"             {w.what}: {w.artifact:.2e}, eager itself {w.eager:.2e}" for w in proof.worst)
     built = m.provenance
     stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in built.seconds.items())
     yield f"built        {human_time(built.created)}, {sum(built.seconds.values()):.1f} s ({stages})"
@@ -224,7 +227,7 @@ def _sizes(sizes: tuple[int, ...]) -> str:
 
 def why(
     key: Annotated[
-        str | None, typer.Argument(metavar="[KEY]", help="A key or digest, or a unique beginning of one.")
+        str | None, typer.Argument(metavar="KEY", help="A key or digest, or a unique beginning of one.")
     ] = None,
     spec: Annotated[Path | None, typer.Option(help="Explain what the store lacks of this spec.")] = None,
     against: Annotated[

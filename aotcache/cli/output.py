@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -60,13 +59,21 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table to stdout: aligned columns, no frame, one line per row off a terminal."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=not sys.stdout.isatty())
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    out().print(table)
+    """Print a table to stdout: aligned columns, no frame, one line per row.
+
+    A narrow terminal wraps a row as any long line; cells folded into columns of three letters
+    could neither be read nor copied.
+    """
+    lines = [tuple(columns), *map(tuple, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for number, line in enumerate(lines):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        out().print(Text(text, style="" if number else "bold"))
+
+
+def count(number: int, what: str) -> str:
+    """`1, "build"` as `1 build`, `2, "build"` as `2 builds`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def human_bytes(size: int | None) -> str:
@@ -116,15 +123,29 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if sys.stderr.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                ProgressColumn,
+                Task,
+                TextColumn,
+                TimeElapsedColumn,
+            )
             from rich.progress import Progress as Bar
+            from rich.table import Column
+
+            class Now(ProgressColumn):
+                """What is being done: the only column that a narrow terminal cuts."""
+
+                def render(self, task: Task) -> Text:
+                    return Text(task.description, no_wrap=True, overflow="ellipsis")
 
             self._bar = Bar(
                 TextColumn("[bold]{task.fields[what]}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}"),
+                BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
+                MofNCompleteColumn(table_column=Column(no_wrap=True)),
+                TimeElapsedColumn(table_column=Column(no_wrap=True)),
+                Now(table_column=Column()),
                 console=err(),
                 transient=True,
             )
@@ -147,7 +168,7 @@ class Progress:
     def say(self, text: str) -> None:
         """What is being done now, or news: replaces the bar's text, or is a line of its own."""
         if self._bar is not None:
-            self._bar.update(self._task, description=text.replace("[", r"\["))
+            self._bar.update(self._task, description=text, refresh=True)
         else:
             self._line(text)
 

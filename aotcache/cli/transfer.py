@@ -26,7 +26,7 @@ from aotcache.store import Entry, Store, open_store
 
 KeysArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY]...", help="Keys or digests, or unique beginnings of them."),
+    typer.Argument(metavar="KEY", help="Keys or digests, or unique beginnings of them."),
 ]
 
 _CHUNK = 1 << 20

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from aotcache.cli.output import (
     JsonFlag,
     Progress,
     StoreOption,
+    count,
     emit_json,
     err,
     human_bucket,
@@ -38,11 +41,12 @@ class WarmProgress:
         """See `aotcache.build.Progress`."""
         covered = sum(row.state == "covered" for row in plan)
         self._display.expect(len(builds))
-        self._display.say(f"{len(plan.rows)} cells, {covered} covered, {len(builds)} builds to do")
+        to_do = count(len(builds), "build")
+        self._display.say(f"{count(len(plan.rows), 'cell')}, {covered} covered, {to_do} to do")
 
     def stage(self, cell: Cell | None, stage: str) -> None:
         """See `aotcache.build.Progress`."""
-        self._display.say(stage if cell is None else f"{cell}: {stage}")
+        self._display.say(stage if cell is None else f"{stage} {cell}")
 
     def finished(self, cell: Cell, seconds: float, error: AotcacheError | None) -> None:
         """See `aotcache.build.Progress`."""
@@ -52,7 +56,7 @@ class WarmProgress:
 
 def warm(
     spec: Annotated[
-        Path | None, typer.Argument(metavar="[SPEC]", help="The spec.  [default: aotcache.toml]")
+        Path | None, typer.Argument(metavar="SPEC", help="The spec.  [default: aotcache.toml]")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only show every cell: covered or missing.")] = False,
     check: Annotated[
@@ -67,7 +71,11 @@ def warm(
     store: StoreOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Build and publish what a spec asks for and the store does not have."""
+    """Build and publish what a spec asks for and the store does not have.
+
+    One key is built once, whichever layers share it. Where all is covered, the lock file is
+    written beside the spec. Exit code 1 if a build failed; the others are published.
+    """
     from aotcache import build
 
     with Progress("warm") as display:
@@ -82,7 +90,7 @@ def warm(
         cells = {"cells": [row.to_json() for row in made], "missing": len(made.missing)}
         emit_json(cells | _report_json(report))
     elif report is None:
-        _print_plan(made)
+        _print_plan(made, spec, store)
     else:
         _print_report(report)
     if (report is not None and not report.ok) or (check and made.missing):
@@ -115,14 +123,17 @@ def _report_json(report: WarmReport | None) -> dict[str, Any]:
     }
 
 
-def _print_plan(made: Plan) -> None:
+def _print_plan(made: Plan, spec: Path | None, store: str | None) -> None:
+    first: dict[str, str] = {}
+    for row in made:
+        first.setdefault(f"{row.cell.key} {row.cell.target}", human_region(row.cell.region))
     rows = [
         (
             human_region(row.cell.region),
             row.cell.mode,
             human_bucket(dict(row.cell.bucket)),
             str(row.cell.target),
-            row.state if not row.shared else f"{row.state} (same key)",
+            row.state if not row.shared else f"{row.state}, as {first[f'{row.cell.key} {row.cell.target}']}",
             "-" if row.seconds is None or row.shared else f"{row.seconds:.0f} s",
             row.cell.key[:_SHORT],
             "-" if row.digest is None else row.digest[:_SHORT],
@@ -132,12 +143,17 @@ def _print_plan(made: Plan) -> None:
     print_table(("region", "mode", "bucket", "target", "state", "expected", "key", "digest"), rows)
     expected = [row.seconds for row in made if row.state == "missing" and not row.shared]
     known = [seconds for seconds in expected if seconds is not None]
-    line = f"{len(rows)} cells, {len(expected)} builds missing"
+    line = f"{count(len(rows), 'cell')}, " + (
+        f"{count(len(expected), 'build')} missing" if expected else "all covered"
+    )
     if known:
         line += f", about {sum(known):.0f} s of building" + (
             "" if len(known) == len(expected) else f" for the {len(known)} whose like was built before"
         )
     print_lines([line])
+    if expected:
+        named = ([] if spec is None else [str(spec)]) + ([] if store is None else ["--store", store])
+        err().print(Text(f"to build: {shlex.join(['aotcache', 'warm', *named])}"))
 
 
 def _print_report(report: WarmReport) -> None:
@@ -148,9 +164,13 @@ def _print_report(report: WarmReport) -> None:
     done = [b for b in report.built if b.manifest is not None]
     size = sum({b.manifest.digest: b.manifest.size for b in done if b.manifest is not None}.values())
     compiled = sum(not b.reused for b in done)
-    line = (
-        f"{len(report.plan.rows)} cells: {len(done)} built in {report.seconds:.1f} s "
-        f"({compiled} compiled, {len(done) - compiled} from identical graphs, {human_bytes(size)}), "
-        f"{len(report.failed)} failed"
-    )
+    cells = count(len(report.plan.rows), "cell")
+    if report.built:
+        line = (
+            f"{cells}: {len(done)} built in {report.seconds:.1f} s "
+            f"({compiled} compiled, {len(done) - compiled} from identical graphs, {human_bytes(size)}), "
+            f"{len(report.failed)} failed"
+        )
+    else:
+        line = f"{cells}: all covered, nothing to build; looked at in {report.seconds:.1f} s"
     print_lines([line, *([f"lock file {report.lock}"] if report.lock is not None else [])])

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from aotcache.cli.output import Progress, human_bytes
+from aotcache.cli.output import Progress, human_bytes, print_table
 
 PROGRAM = """
 from aotcache.cli.output import Progress
@@ -32,10 +32,10 @@ def test_off_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[st
     assert "\x1b" not in captured.err
 
 
-def test_on_a_terminal_progress_is_a_bar() -> None:
+def on_a_terminal(program: str, columns: int) -> bytes:
     main, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
-    subprocess.run([sys.executable, "-c", PROGRAM], stderr=terminal, check=True, env=environment)
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)}
+    subprocess.run([sys.executable, "-c", program], stderr=terminal, check=True, env=environment)
     os.close(terminal)
     shown = b""
     while True:
@@ -47,9 +47,28 @@ def test_on_a_terminal_progress_is_a_bar() -> None:
             break
         shown += data
     os.close(main)
+    return shown
+
+
+def test_on_a_terminal_progress_is_a_bar() -> None:
+    shown = on_a_terminal(PROGRAM, 100)
     assert b"\x1b[" in shown
     assert "━".encode() in shown
     assert b"2/2" in shown
+    assert b"export [layers.0]" in shown
+
+
+def test_a_narrow_terminal_cuts_what_is_being_done_and_not_how_far_it_is() -> None:
+    shown = on_a_terminal(PROGRAM.replace("[layers.0]", "a very long name of a region " * 3), 60)
+    assert b"0/2" in shown
+    assert b"0:00:0" in shown
+    assert b"export a very long" in shown
+    assert b"name of a region a very" not in shown
+
+
+def test_a_table_has_one_line_per_row_and_no_blanks_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("key", "what"), [("a", "[b]"), ("long key", "c")])
+    assert capsys.readouterr().out == "key       what\na         [b]\nlong key  c\n"
 
 
 @pytest.mark.parametrize(

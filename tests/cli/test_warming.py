@@ -111,6 +111,7 @@ def story(aotcache: Aotcache) -> dict[str, Done]:
         "check": aotcache("warm", "drafter.toml", "--check", "--json"),
         "why": aotcache("why", "--spec", "drafter.toml"),
         "warm": aotcache("warm", "drafter.toml", "--json"),
+        "warm again": aotcache("warm", "drafter.toml"),
         "check again": aotcache("warm", "drafter.toml", "--check"),
         "why again": aotcache("why", "--spec", "drafter.toml"),
     }
@@ -119,8 +120,9 @@ def story(aotcache: Aotcache) -> dict[str, Done]:
 def test_plan_shows_missing_cells_and_succeeds(story: dict[str, Done]) -> None:
     assert story["plan"].code == 0, story["plan"].err
     assert "layers.0" in story["plan"].out
-    assert "missing (same key)" in story["plan"].out  # the second of two equal layers
-    assert "2 cells, 1 builds missing" in story["plan"].out
+    assert "missing, as layers.0" in story["plan"].out  # the second of two equal layers
+    assert "2 cells, 1 build missing" in story["plan"].out
+    assert "to build: aotcache warm drafter.toml\n" in story["plan"].err
 
 
 def test_check_exits_one_where_a_cell_is_missing(story: dict[str, Done]) -> None:
@@ -148,6 +150,28 @@ def test_warm_builds_once_and_writes_the_lock_file(story: dict[str, Done], folde
 def test_progress_off_a_terminal_is_plain_lines_on_stderr(story: dict[str, Done]) -> None:
     assert "[1/1] layers.0 infer seq=16" in story["warm"].err
     assert "\x1b" not in story["warm"].err
+    assert "capture infer seq=16\n" in story["warm"].err
+    assert "compile layers.0 infer seq=16" in story["warm"].err
+
+
+def test_a_second_warm_says_that_all_is_covered(story: dict[str, Done]) -> None:
+    assert story["warm again"].code == 0
+    assert story["warm again"].out.startswith("2 cells: all covered, nothing to build")
+    assert "all covered" in story["check again"].out
+
+
+def test_ctrl_c_ends_a_warm_without_calling_it_a_failure(
+    aotcache: Aotcache, folder: Path, tmp_path: Path
+) -> None:
+    source = DRAFTER + "\nimport os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n"
+    (tmp_path / "warmed_drafter.py").write_text(source)
+    (tmp_path / "drafter.toml").write_text(SPEC)
+    done = aotcache("warm", str(tmp_path / "drafter.toml"))
+    assert done.code == 130
+    assert done.err.endswith("run it again for the rest\n")
+    assert "BuilderDied" not in done.err
+    assert "Traceback" not in done.err
+    assert not list((folder / "home").glob("warm-*"))
 
 
 def test_a_covered_spec_passes_the_check(story: dict[str, Done]) -> None:
