@@ -252,7 +252,12 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def _find(path: Path) -> Path:
-    candidates = [path / DEFAULT_NAME] if path.is_dir() else [path, path.with_name(path.name + ".toml")]
+    if path.is_dir():
+        candidates = [path / DEFAULT_NAME]
+    elif path.suffix == ".toml":
+        candidates = [path]
+    else:
+        candidates = [path, path.with_name(path.name + ".toml")]
     for candidate in candidates:
         if candidate.is_file():
             return candidate.absolute()

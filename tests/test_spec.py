@@ -122,6 +122,8 @@ def test_a_spec_is_found_by_default_by_folder_and_by_name(
     monkeypatch.chdir(tmp_path)
     assert load_spec().path == load_spec(tmp_path).path == tmp_path / "aotcache.toml"
     assert load_spec("other").path == load_spec("other.toml").path == tmp_path / "other.toml"
+    with pytest.raises(SpecError, match=r"no spec gone\.toml \(looked for [^,]*gone\.toml\)"):
+        load_spec("gone.toml")
 
 
 @pytest.mark.parametrize(

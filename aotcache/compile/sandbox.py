@@ -163,7 +163,7 @@ class Sandbox:
             if self._memory is not None and used > self._memory:
                 raise self._died(
                     f"used {used >> 20} MiB, more than its limit of {self._memory >> 20} MiB "
-                    "(AOTCACHE_BUILD_MEMORY)"
+                    "(AOTCACHE_BUILD_MEMORY_GIB)"
                 )
             if self._selector.select(_POLL):
                 data = os.read(self._in, 1 << 16)
