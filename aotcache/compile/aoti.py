@@ -285,7 +285,9 @@ def _keep(name: str, files: Sequence[str], workdir: Path) -> tuple[list[Path], b
         )
     out = workdir / name
     out.mkdir(exist_ok=True)
-    kept = [out / f"{name}.wrapper.so"]
+    # An empty source: the loader of torch 2.11 finds the metadata by its name.
+    kept = [out / f"{name}.wrapper.so", out / f"{name}.wrapper.cpp"]
+    kept[1].touch()
     data = library.read_bytes()
     # The generated source's own path is in its messages. Same length, so nothing moves.
     folder = str(library.parent).encode() + b"/"
