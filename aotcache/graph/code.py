@@ -25,6 +25,7 @@ _NO_EFFECT = {dis.opmap[name] for name in ("PRECALL",) if name in dis.opmap}
 _CALLS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION") if name in dis.opmap}
 _GLOBAL_SHIFT = 1 if sys.version_info >= (3, 11) else 0
 _ATTR_SHIFT = 1 if sys.version_info >= (3, 12) else 0
+_TABLES = frozenset({"globals", "eval", "exec"})
 _DYNAMIC = frozenset({"vars", "__dict__", "globals", "locals", "eval", "exec", "__getattribute__"})
 
 
@@ -38,6 +39,7 @@ class CodeFacts:
         names: Every attribute, global and string constant that could name an attribute.
         imports: Modules imported inside the function, each with what is taken out of it;
             nothing for a plain `import`. A relative name keeps its leading dots.
+        by_table: Whether it can read globals as entries of a table.
         dynamic: Whether it can read attributes whose names do not stand in it.
         files: Source files of the code.
     """
@@ -46,6 +48,7 @@ class CodeFacts:
     chains: tuple[tuple[str, ...], ...]
     names: frozenset[str]
     imports: tuple[tuple[str, tuple[str, ...]], ...]
+    by_table: bool
     dynamic: bool
     files: tuple[str, ...]
 
@@ -63,7 +66,10 @@ def _facts(code: CodeType, _identity: int) -> CodeFacts:
         for chain in _chains(inner):
             chains[chain] = None
         names.update(inner.co_names)
-        names.update(c for c in inner.co_consts if isinstance(c, str) and c.isidentifier())
+        for text in inner.co_consts:
+            # `attrgetter("config.scale")` names two attributes.
+            if isinstance(text, str) and all(part.isidentifier() for part in text.split(".")):
+                names.update(text.split("."))
         imports.update(dict.fromkeys(_imports(inner)))
         dynamic = dynamic or _reads_by_made_up_name(inner)
         files[inner.co_filename] = None
@@ -72,6 +78,7 @@ def _facts(code: CodeType, _identity: int) -> CodeFacts:
         chains=tuple(chains),
         names=frozenset(names),
         imports=tuple(imports),
+        by_table=not _TABLES.isdisjoint(names),
         dynamic=dynamic or not _DYNAMIC.isdisjoint(names),
         files=tuple(files),
     )

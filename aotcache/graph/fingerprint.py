@@ -15,29 +15,38 @@ attention functions, say) count with their own code and their file.
 from __future__ import annotations
 
 import argparse
+import collections
 import enum
 import functools
 import importlib
 import importlib.util
 import io
 import logging
+import operator
 import os
 import re
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from aotcache.errors import Unfingerprintable
 from aotcache.graph.code import CodeFacts, facts, file_digest
-from aotcache.graph.guards import Checks
-from aotcache.graph.values import functions_of, is_foreign_code, is_trusted_name, origin, plain, slots_of
-
-Items = list[tuple[str, str]]
+from aotcache.graph.findings import Findings
+from aotcache.graph.values import (
+    called_by_syntax,
+    functions_of,
+    holds_tensor,
+    is_foreign_code,
+    is_trusted_class,
+    is_trusted_name,
+    origin,
+    plain,
+    slots_of,
+)
 
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+|<\w+ object")
 # They steer nothing that a graph could show, and have no value to compare.
@@ -46,7 +55,6 @@ _HARMLESS = (
     logging.LoggerAdapter,
     type(threading.Lock()),
     type(threading.RLock()),
-    weakref.ref,
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace, Mapping)
 # What stands in a class and is neither code nor a value of the user's.
@@ -58,50 +66,15 @@ _DESCRIPTORS = (
     types.ClassMethodDescriptorType,
     types.BuiltinFunctionType,
 )
-# How code gets at environment variables, and what their names look like.
-_ENVIRONMENT = frozenset({"environ", "environb", "getenv"})
+# What the names of environment variables look like.
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+\Z")
-_ALWAYS = frozenset({"__init__", "__new__", "__call__", "__post_init__", "__getattr__", "__getitem__"})
+_NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
 _ABSENT = object()
-_NO_MEMBERS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__"})
+NO_MEMBERS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__"})
 
 
-class Walker:
-    """Walks values and collects named items (for the key) and checks (for later calls).
-
-    Args:
-        what: The region's name, for errors.
-        modules: The region's own modules by id, with their names in it.
-        names: Attribute names known to be read; grows while walking.
-        texts: Texts found as values so far; they select entries of registries; grows too.
-    """
-
-    def __init__(
-        self, what: str, modules: dict[int, str], names: Iterable[str] = (), texts: Iterable[str] = ()
-    ) -> None:
-        self.what = what
-        self.modules = modules
-        self.names = set(names)
-        self.texts = set(texts)
-        self.items: Items = []
-        self.checks = Checks()
-        self.files: dict[str, str] = {}
-        self.dynamic = False
-        self.environment = False
-        self._seen: dict[int, str] = {}
-        self._keep: list[Any] = []
-
-    def add(self, path: str, value: str) -> None:
-        """Record one item."""
-        self.items.append((path, value))
-
-    def fail(self, path: str, value: Any, why: str, fix: str) -> Unfingerprintable:
-        """The error for a value that has no stable fingerprint."""
-        return Unfingerprintable(
-            f"region {self.what!r}: {path} is a {type(value).__module__}.{type(value).__qualname__}, {why}; {fix}",
-            region=self.what,
-            path=path,
-        )
+class Walker(Findings):
+    """Walks values and collects what it finds. See `Findings` for its arguments."""
 
     def visit(self, path: str, value: Any, *, deep: bool = True) -> None:
         """Fingerprint `value`, reached by `path`."""
@@ -113,6 +86,9 @@ class Walker:
             if isinstance(value, enum.Enum) and origin(type(value)) not in ("torch", "stdlib"):
                 self._enum(path, value, deep)
             return
+        for base in _NUMBERS_AND_TEXTS:
+            if isinstance(value, base) and origin(type(value)) in ("user", "site"):
+                self.add(path, f"{base.__name__}:{base.__repr__(value)}")
         if isinstance(value, torch.Tensor):
             raise self.fail(
                 path,
@@ -148,16 +124,23 @@ class Walker:
         elif isinstance(value, type):
             self.klass(path, value, deep=deep)
         elif isinstance(value, types.ModuleType):
-            self.add(path, f"python module:{value.__name__}")
+            self._module(path, value)
         elif isinstance(value, dict | types.MappingProxyType):
             self._mapping(path, value, deep)
+            self._beyond_builtin(path, value, deep)
         elif isinstance(value, list | tuple):
             self._sequence(path, value, deep)
+            self._beyond_builtin(path, value, deep)
         elif isinstance(value, set | frozenset):
             self._set(path, value)
+            self._beyond_builtin(path, value, deep)
+        elif isinstance(value, weakref.ref):
+            self.add(path, "weak reference")
+            self.visit(f"{path}()", value(), deep=deep)
         elif hasattr(value, "__wrapped__") and callable(value):
             self.add(path, f"wrapper:{kind.__qualname__}")
             self.visit(f"{path}.__wrapped__", value.__wrapped__, deep=deep)
+            self._beyond_builtin(path, value, deep)
         elif callable(value) and hasattr(value, "__qualname__") and hasattr(value, "__module__"):
             self.add(path, f"builtin:{value.__module__}.{value.__qualname__}")
         elif isinstance(value, _HARMLESS):
@@ -173,6 +156,35 @@ class Walker:
             self._trusted_object(path, value)
         else:
             self.object(path, value, deep=deep)
+
+    def _beyond_builtin(self, path: str, value: Any, deep: bool) -> None:
+        """What a class of the user's adds to a built-in one that it derives from."""
+        if origin(type(value)) in ("user", "site"):
+            self.object(path, value, deep=deep)
+        elif isinstance(value, collections.defaultdict):
+            self.visit(f"{path}.default_factory", value.default_factory, deep=deep)
+
+    def _module(self, path: str, module: types.ModuleType) -> None:
+        """A module that is handed around: all that code on the way names in it."""
+        self.add(path, f"python module:{module.__name__}")
+        if self._is_trusted_module(module):
+            return
+        for name in sorted(self.named(vars(module)) - NO_MEMBERS):
+            self._of_module(path, module, name)
+        self._module_getattr(path, module)
+
+    def _of_module(self, path: str, module: types.ModuleType, name: str) -> None:
+        value = vars(module)[name]
+        if isinstance(value, types.ModuleType) and origin(module) == "site":
+            return  # the packages that a package imports
+        self.checks.item(vars(module), name, value)
+        if id(value) not in self._seen:
+            self.visit(f"{path}.{name}", value)
+
+    def _module_getattr(self, path: str, module: types.ModuleType) -> None:
+        getter = vars(module).get("__getattr__")
+        if isinstance(getter, types.FunctionType) and id(getter) not in self._seen:
+            self.visit(f"{path}.__getattr__", getter)
 
     def _enum(self, path: str, value: enum.Enum, deep: bool) -> None:
         if id(value) not in self._seen:
@@ -196,8 +208,18 @@ class Walker:
             and not isinstance(value, io.IOBase | torch.Generator)
         ):
             self.add(path, f"object:{kind.__qualname__}:{value!r}")
-            if kind.__hash__ is None or getattr(value, "__dict__", None):
+            if kind.__hash__ is None or getattr(value, "__dict__", None) or hasattr(kind, "__next__"):
                 self.checks.text(value, repr(value))
+            if holds_tensor(getattr(value, "__dict__", None)):
+                raise self.fail(
+                    path,
+                    value,
+                    "which holds tensors that export would bake in",
+                    "pass it, or what it is made of, as an argument",
+                )
+            if isinstance(value, operator.attrgetter | operator.methodcaller):
+                for text in value.__reduce__()[1]:
+                    self.names.update(str(text).split("."))
         else:
             raise self.fail(
                 path,
@@ -208,7 +230,7 @@ class Walker:
 
     def _mapping(self, path: str, value: Any, deep: bool) -> None:
         self.add(path, f"{type(value).__name__} of {len(value)}")
-        self.checks.length(value)
+        self.checks.keys(value)
         for key, item in value.items():
             label = plain(key)
             if label is None:
@@ -250,16 +272,6 @@ class Walker:
 
     # -- code ---------------------------------------------------------------
 
-    def note_code(self, code_facts: CodeFacts) -> None:
-        """Take over what a function reads."""
-        self.names |= code_facts.names
-        self.dynamic = self.dynamic or code_facts.dynamic
-        self.environment = self.environment or not _ENVIRONMENT.isdisjoint(code_facts.names)
-        for file in code_facts.files:
-            digest = file_digest(file)
-            if digest is not None:
-                self.files.setdefault(digest, file)
-
     def function(
         self, path: str, fn: types.FunctionType, *, deep: bool = True, per_call: bool = False
     ) -> None:
@@ -280,7 +292,7 @@ class Walker:
         self.note_code(found)
         if not per_call:
             self._function_state(path, fn, deep)
-            for name in sorted(self.names & vars(fn).keys()):
+            for name in sorted(self.named(vars(fn))):
                 self.checks.item(vars(fn), name, vars(fn)[name])
                 self.visit(f"{path}.{name}", vars(fn)[name], deep=deep)
         if deep:
@@ -322,6 +334,9 @@ class Walker:
                     break
                 inner = vars(value).get(attribute, _ABSENT)
                 if inner is _ABSENT:
+                    if not self._is_trusted_module(value):
+                        self.checks.absent(vars(value), attribute)
+                        self._module_getattr(label, value)
                     break
                 self.checks.item(vars(value), attribute, inner)
                 if self._is_trusted_module(value) and not isinstance(inner, types.ModuleType):
@@ -332,6 +347,12 @@ class Walker:
                 value, label = inner, f"{label}.{attribute}"
             if id(value) not in self._seen:
                 self.visit(f"global {label}", value)
+        if found.by_table:
+            # Globals read through `globals()`, by a text in the code.
+            for name in sorted(found.names & scope.keys()):
+                self.checks.item(scope, name, scope[name])
+                if id(scope[name]) not in self._seen:
+                    self.visit(f"global {fn.__module__}:{name}", scope[name])
 
     def _imports(self, fn: types.FunctionType, found: CodeFacts) -> None:
         """What an `import` inside the function brings, as if it stood at the head of the file."""
@@ -346,10 +367,15 @@ class Walker:
             if self._is_trusted_module(module):
                 continue
             self.checks.item(sys.modules, absolute, module)
-            # A plain import leaves open which attributes are read: all that the code names count.
-            for attribute in wanted or sorted(self.names & vars(module).keys()):
+            if not wanted:
+                # This leaves open which attributes are read: all that the code names count.
+                if id(module) not in self._seen:
+                    self.visit(label, module)
+                continue
+            for attribute in wanted:
                 value = vars(module).get(attribute, _ABSENT)
-                if value is _ABSENT or isinstance(value, types.ModuleType):
+                if value is _ABSENT:
+                    self._module_getattr(label, module)
                     continue
                 self.checks.item(vars(module), attribute, value)
                 if id(value) not in self._seen:
@@ -361,45 +387,51 @@ class Walker:
 
     def klass(self, path: str, cls: type, *, deep: bool = True) -> None:
         """A class: its name, bases, and those of its functions that code on the way names."""
-        if origin(cls) in ("torch", "stdlib"):
-            self.add(path, f"class:{cls.__module__}.{cls.__qualname__}")
-            return
         self.add(path, f"class:{cls.__module__}.{cls.__qualname__}")
+        if is_trusted_class(cls):
+            return
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         if file is not None:
             digest = file_digest(file)
             if digest is not None:
                 self.files.setdefault(digest, file)
         if deep:
-            self.methods(path, cls, extra=_ALWAYS if origin(cls) == "user" else frozenset({"__call__"}))
+            self.methods(path, cls)
 
-    def methods(self, path: str, cls: type, extra: Iterable[str]) -> None:
-        """The members of a class, inherited ones included, that code on the way names."""
-        wanted = self.names | set(extra)
+    def methods(self, path: str, cls: type, *, leave_out: frozenset[str] = frozenset()) -> None:
+        """The members of a class, inherited ones included, that code on the way names or syntax calls."""
         before: list[type] = []
         for base in cls.__mro__:
             if origin(base) in ("torch", "stdlib"):
                 continue
-            for name in sorted(wanted & vars(base).keys() - _NO_MEMBERS):
+            for name in sorted(self._members_of(base) - leave_out):
                 member = vars(base)[name]
                 member_path = f"{path}.{name}" if base is cls else f"{path}({base.__qualname__}).{name}"
                 for nearer in before:
                     if name not in vars(nearer):
                         self.checks.absent(vars(nearer), name)
                 self.checks.item(vars(base), name, member)
-                self._member(member_path, member)
+                self._member(member_path, member, deep=origin(base) == "user")
             before.append(base)
-        for name in extra:
+        for name in ("__call__", "__getattr__"):
             for base in before:
                 if name not in vars(base):
                     self.checks.absent(vars(base), name)
+        if origin(type(cls)) not in ("torch", "stdlib"):
+            self.visit(f"{path}.__class__", type(cls))
 
-    def _member(self, path: str, member: Any) -> None:
+    def _members_of(self, cls: type) -> set[str]:
+        members = vars(cls).keys() - NO_MEMBERS
+        special = {n for n in members if n.startswith("__") and n.endswith("__")}
+        more = self.counts(members - special) if origin(cls) == "user" else self.named(members - special)
+        return called_by_syntax(cls) | self.named(special) | more
+
+    def _member(self, path: str, member: Any, *, deep: bool) -> None:
         functions = functions_of(member)
         for fn in functions:
             self.visit(path, fn)
         if isinstance(member, dict | list | tuple):
-            self.visit(path, member, deep=False)
+            self.visit(path, member, deep=deep)
         elif not functions and not isinstance(member, _DESCRIPTORS):
             self.visit(path, member)
 
@@ -416,13 +448,17 @@ class Walker:
             )
         self.visit(f"{path}.__class__", cls, deep=deep)
         self.add(path, f"object:{cls.__module__}.{cls.__qualname__}")
-        self.attributes(path, value, deep=deep and origin(cls) == "user")
+        self.attributes(
+            path, value, deep=deep and origin(cls) == "user", every=isinstance(value, _NAMESPACES[:2])
+        )
         if isinstance(value, Mapping):
             self._registry(path, value)
 
     def _registry(self, path: str, value: Mapping[Any, Any]) -> None:
         """Entries of a table of functions that a text in the code or in a configuration selects."""
-        for key in sorted(k for k in value if type(k) is str and (k in self.texts or k in self.names)):
+        keys = {k for k in value if type(k) is str}
+        self.unread |= keys - self.texts - self.names
+        for key in sorted(keys & (self.texts | self.names)):
             entry = value[key]
             self.checks.item(value, key, entry)
             self.visit(f"{path}[{key!r}]", entry)
@@ -439,23 +475,21 @@ class Walker:
             skip: Names to leave out.
             every: Take all public plain attributes, named or not (for torch's own modules).
         """
+        for name in slots_of(type(value)):
+            if every or self.counts((name,)):
+                inner = getattr(value, name, _ABSENT)
+                if inner is _ABSENT:
+                    self.checks.no_attribute(value, name)
+                    continue
+                self.checks.attribute(value, name, inner)
+                self.visit(f"{path}.{name}", inner, deep=deep)
         state = getattr(value, "__dict__", None)
         if state is None:
-            for name in slots_of(type(value)):
-                if hasattr(value, name) and (name in self.names or every):
-                    inner = getattr(value, name)
-                    self.checks.attribute(value, name, inner)
-                    self.visit(f"{path}.{name}", inner, deep=deep)
             return
         self.checks.length(state)
+        counted = self.counts(state)
         for name in sorted(state):
-            if name in skip:
+            if name in skip or not (name in counted or (every and not name.startswith("_"))):
                 continue
-            inner = state[name]
-            named = name in self.names
-            if not named and self.dynamic and plain(inner) is not None:
-                named = True
-            if not named and not (every and not name.startswith("_")):
-                continue
-            self.checks.item(state, name, inner)
-            self.visit(f"{path}.{name}", inner, deep=deep)
+            self.checks.item(state, name, state[name])
+            self.visit(f"{path}.{name}", state[name], deep=deep)

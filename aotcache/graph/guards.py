@@ -76,6 +76,18 @@ class Checks:
             lambda: f"len({self._name(holder)}) == {size}" if size else f"not {self._name(holder)}",
         )
 
+    def keys(self, holder: Any) -> None:
+        """`holder` has the same keys, in the same order: code may go through them."""
+        if len(holder) < 2:
+            self.length(holder)
+        else:
+            keys = tuple(holder)
+            self._add("keys", holder, "", lambda: f"tuple({self._name(holder)}) == {self._name(keys)}")
+
+    def no_attribute(self, holder: Any, name: str) -> None:
+        """`holder` still has no attribute `name`."""
+        self._add("no attr", holder, name, lambda: f"not hasattr({self._name(holder)}, {name!r})")
+
     def cell(self, cell: _Cell, value: Any) -> None:
         """The closure cell still holds `value`."""
         self._add("cell", cell, "", lambda: f"{self._name(cell)}.cell_contents is {self._literal(value)}")

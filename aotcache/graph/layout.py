@@ -20,8 +20,9 @@ import torch
 
 from aotcache.errors import CallRefused, Unfingerprintable
 from aotcache.graph import tree
-from aotcache.graph.fingerprint import Items, Walker
-from aotcache.graph.values import origin, plain
+from aotcache.graph.findings import Items
+from aotcache.graph.fingerprint import Walker
+from aotcache.graph.values import origin, plain, slots_of
 
 EXACT = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types of tensors whose memory is all there is to them."""
@@ -69,6 +70,12 @@ class Flattener:
     def _require(self, var: str | None, test: str) -> None:
         if var is not None:
             self.lines.append(f"if not ({test}): return None")
+
+    def require_order(self, names: tuple[str, ...]) -> None:
+        """A later call gives these keyword arguments in this order: forward may go through them."""
+        if len(names) > 1:
+            given = f"tuple(k for k in kwargs if k in {self._env(frozenset(names))})"
+            self.lines.append(f"if {given} != {self._env(names)}: return None")
 
     # -- walking --------------------------------------------------------------
 
@@ -166,10 +173,11 @@ class Flattener:
             self.walker.visit(name, value)
             self._require(expr, f"{expr} is {self._env(value)}")
             return tree.Constant(value)
-        if isinstance(value, tuple | list | dict | set):
+        if isinstance(value, tuple | list | dict | set | int | float | complex | str | bytes):
             raise CallRefused(
                 f"region {self.region!r}: {name} is a {kind.__module__}.{kind.__qualname__}, expected a plain "
-                "tuple, list or dict; pass its parts as arguments of their own",
+                f"{next(base for base in kind.__mro__ if base.__module__ == 'builtins').__name__}; pass its parts, "
+                "or what it stands for, as arguments of their own",
                 region=self.region,
                 input=name,
             )
@@ -259,9 +267,10 @@ class Flattener:
         kwdefaults = self.visit(
             f"{name}.__kwdefaults__", fn.__kwdefaults__, var and f"{var}.__kwdefaults__", inside=True
         )
+        attributes = self._named_attributes(name, fn, var and f"{var}.__dict__")
         if len(self.tensors) == before and len(self._slots) == slots_before and not _has_tensor(made):
             return tree.Constant(fn)
-        return tree.Closure(fn, tuple(made), defaults, kwdefaults)
+        return tree.Closure(fn, tuple(made), defaults, kwdefaults, attributes)
 
     def _partial(self, name: str, value: functools.partial[Any], expr: str | None) -> tree.Template:
         self.items.append((name, "partial"))
@@ -290,21 +299,34 @@ class Flattener:
     def _state(self, name: str, value: Any, expr: str | None, *, named_only: bool) -> tree.Template:
         kind = type(value)
         self.walker.visit(f"{name}.__class__", kind)
-        state = value.__dict__
-        keys = tuple(k for k in state if not named_only or k in self.walker.names)
+        if any(hasattr(value, slot) for slot in slots_of(kind)):
+            raise CallRefused(
+                f"region {self.region!r}: {name} is a {kind.__module__}.{kind.__qualname__} with __slots__, expected "
+                "an object whose attributes are all in its __dict__; pass its parts as arguments of their own",
+                region=self.region,
+                input=name,
+            )
         self.items.append((name, f"object {kind.__module__}.{kind.__qualname__}"))
         var = self._let(expr)
         self._require(var, f"type({var}) is {self._env(kind)}")
-        inner = self._let(var and f"{var}.__dict__")
+        state = var and f"{var}.__dict__"
+        return tree.State(kind, self._named_attributes(name, value, state, every=not named_only))
+
+    def _named_attributes(
+        self, name: str, value: Any, expr: str | None, *, every: bool = False
+    ) -> tree.Entries:
+        """The attributes of an object that code on the way names; names that come up later are for
+        `Walker.passed_over` to notice."""
+        state = value.__dict__
+        counted = set(state) if every else self.walker.counts(state)
+        keys = tuple(key for key in state if key in counted)
+        inner = self._let(expr)
         self._require(inner, f"len({inner}) == {len(state)}")
-        return tree.State(
-            kind,
-            tree.Entries(
-                keys,
-                tuple(
-                    self._attribute(f"{name}.{key}", state[key], inner and f"{inner}.get({key!r}, MISSING)")
-                    for key in keys
-                ),
+        return tree.Entries(
+            keys,
+            tuple(
+                self._attribute(f"{name}.{key}", state[key], inner and f"{inner}.get({key!r}, MISSING)")
+                for key in keys
             ),
         )
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from aotcache.errors import ArgumentsRefused, CallRefused, CaptureError
 from aotcache.graph import ambient, tree
-from aotcache.graph.fingerprint import Items, Walker
+from aotcache.graph.findings import NOTHING, Items, Reads
+from aotcache.graph.fingerprint import Walker
 from aotcache.graph.layout import EXACT, Flattener
 from aotcache.graph.strides import contiguous_strides, describe_tensor
 from aotcache.graph.structure import (
@@ -91,24 +92,29 @@ class Region:
         self.forward = forward
         self.signature = inspect.signature(forward)
         self._compile = Component("compile", tuple((k, repr(options[k])) for k in sorted(options)))
-        self._static: Static | None = None
+        self._statics: dict[Reads | None, Static] = {}
 
     def current_forward(self) -> Callable[..., Any]:
         """What a call would run without aotcache."""
         return self._own_forward or _of_class(self.module)
 
-    def static(self) -> Static:
+    def static(self, reads: Reads | None = None) -> Static:
         """The fingerprint, made anew when anything it was made from has changed.
+
+        Args:
+            reads: What functions among the arguments read, where that takes in something of the
+                region that its own code leaves out.
 
         Raises:
             Unfingerprintable: something that shapes the graph has no stable value.
             UnsupportedGraph: a hook inside the region.
         """
-        known = self._static
+        known = self._statics.get(reads)
         if known is None or not known.still_true():
             self.forward = self.current_forward()
             self.signature = inspect.signature(self.forward)
-            known = self._static = fingerprint_module(self.name, self.module, self.forward)
+            known = fingerprint_module(self.name, self.module, self.forward, reads or NOTHING)
+            self._statics = {**self._statics, reads: known}
         return known
 
     def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -120,6 +126,20 @@ class Region:
             Unfingerprintable: see `static`.
         """
         static = self.static()
+        walker = Walker(self.name, {}, static.reads)
+        while True:
+            # Functions among the arguments may read what was passed over before.
+            call = self._describe(static, walker, args, kwargs)
+            reads = walker.reads()
+            if static.passed_over(reads):
+                static = self.static(reads)
+            elif not walker.passed_over(reads):
+                return call
+            walker = Walker(self.name, {}, static.reads | reads)
+
+    def _describe(
+        self, static: Static, walker: Walker, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Call:
         slots: dict[int, int] = {}
         tensors: list[torch.Tensor] = []
         holder_slots: list[int] = []
@@ -137,7 +157,6 @@ class Region:
                 names.append(holder.qualname)
             holder_slots.append(slot)
             structure.append((holder.qualname, f"{holder.kind} slot {slot}"))
-        walker = Walker(self.name, {}, static.names)
         flattener = Flattener(self.name, walker, slots)
         arguments = self._arguments(flattener, args, kwargs)
         walker.read_environment()
@@ -150,9 +169,9 @@ class Region:
         own = len(tensors) - len(flattener.tensors)
         device = _device_type(self.name, names, tensors)
         ambient_items = ambient.read(device).items()
-        if "is_grad_enabled" in static.names:
+        if "is_grad_enabled" in static.reads.names:
             ambient_items.append(("grad_enabled", str(grad)))
-        if "is_inference_mode_enabled" in static.names:
+        if "is_inference_mode_enabled" in static.reads.names:
             ambient_items.append(("inference_mode", str(torch.is_inference_mode_enabled())))
         parts = KeyParts(
             (
@@ -209,7 +228,8 @@ class Region:
                 items.append(tree.Items(tuple, tuple(parts)))
                 position = len(args)
             elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                flattener.items.append((name, f"**{sorted(value)}"))
+                flattener.items.append((name, f"**{list(value)}"))
+                flattener.require_order(tuple(value))
                 items.append(
                     tree.Entries(
                         tuple(value),
@@ -233,7 +253,7 @@ class Region:
             CaptureError: code, structure or attributes of the region are others now.
         """
         with _swapped(call, call.tensors):
-            now = fingerprint_module(self.name, self.module, self.forward)
+            now = fingerprint_module(self.name, self.module, self.forward, call.static.reads)
         was = KeyParts((call.static.code, Component("structure", call.static.structure)))
         changed = was.diff(KeyParts((now.code, Component("structure", now.structure))))
         if changed:

@@ -12,8 +12,10 @@ from torch import nn
 
 from aotcache.errors import UnsupportedGraph
 from aotcache.graph.code import facts
-from aotcache.graph.fingerprint import Items, Walker
-from aotcache.graph.values import module_internals, origin
+from aotcache.graph.findings import NOTHING, Items, Reads
+from aotcache.graph.fingerprint import Walker
+from aotcache.graph.patches import tensor_methods, torch_function
+from aotcache.graph.values import is_trusted_class, module_internals, origin
 from aotcache.key import Component
 
 SlotKind = Literal["parameter", "buffer", "input", "lifted"]
@@ -55,14 +57,16 @@ class Static:
         code: The code component of the key.
         structure: Items of the structure component, tensors excepted.
         holders: Every parameter, buffer and lifted attribute, in order.
-        names: Attribute names that the code mentions.
+        reads: What the code reads.
+        passed_over: Whether something was left out that counts where more is read.
         still_true: Whether nothing this was made from has been exchanged.
     """
 
     code: Component
     structure: tuple[tuple[str, str], ...]
     holders: tuple[Holder, ...]
-    names: frozenset[str]
+    reads: Reads
+    passed_over: Callable[[Reads], bool]
     still_true: Callable[[], bool]
 
 
@@ -73,20 +77,31 @@ def original_forward(module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def fingerprint_module(name: str, module: nn.Module, forward: Callable[..., Any]) -> Static:
-    """Fingerprint a region: the code its calls would run, its structure and its plain attributes."""
+def fingerprint_module(
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    reads: Reads = NOTHING,
+) -> Static:
+    """Fingerprint a region: the code its calls would run, its structure and its plain attributes.
+
+    Args:
+        name, module: The region.
+        forward: What a call runs.
+        reads: What code outside of the region reads: functions among the arguments.
+    """
     modules = {id(m): n for n, m in module.named_modules()}
-    walker = Walker(name, modules)
     while True:
         # What is read decides what counts, and what counts may read more: until nothing is new.
-        known = (walker.names, walker.texts)
-        walker = Walker(name, modules, *known)
+        walker = Walker(name, modules, reads)
         structure, holders = _walk(walker, name, module, forward)
-        if (walker.names, walker.texts) == known:
+        tensor_methods(walker)
+        reads = walker.reads()
+        if not walker.passed_over(reads):
             break
     walker.read_environment()
     code = Component("code", (*walker.items, *files_of(walker)))
-    return Static(code, tuple(structure), tuple(holders), frozenset(walker.names), walker.checks.compile())
+    return Static(code, tuple(structure), tuple(holders), reads, walker.passed_over, walker.checks.compile())
 
 
 def files_of(walker: Walker) -> list[tuple[str, str]]:
@@ -116,7 +131,7 @@ def _walk(
         _refuse_hooks(walker, name, label, module, root)
         for child, sub in module._modules.items():
             walker.checks.item(module._modules, child, sub)
-        walker.checks.length(module._modules)
+        walker.checks.keys(module._modules)
         _code(walker, where, module, forward if module is root else None)
         _plain_attributes(walker, structure, where, module, holders, label)
     # Parameters and buffers come last so that their slots are numbered in one order.
@@ -127,7 +142,7 @@ def _walk(
             ("buffer", module._buffers),
         )
         for kind, table in tables:
-            walker.checks.length(table)
+            walker.checks.keys(table)
             for key, value in table.items():
                 qualname = f"{label}.{key}" if label else key
                 if value is None:
@@ -172,23 +187,24 @@ def _code(walker: Walker, where: str, module: nn.Module, forward: Callable[..., 
             walker.checks.item(vars(base), "forward", vars(base)["forward"])
             break
         walker.checks.absent(vars(base), "forward")
-    if origin(cls) in ("torch", "stdlib") and origin(function) in ("torch", "stdlib"):
+    if is_trusted_class(cls) and origin(function) in ("torch", "stdlib"):
         walker.add(where, f"class:{cls.__module__}.{cls.__qualname__}")
+        torch_function(walker, function)
         return
     walker.visit(f"{where}.forward", function)
-    if origin(cls) not in ("torch", "stdlib"):
-        walker.methods(where, cls, extra=("__call__", "__getattr__"))
+    # A module is not built in a call.
+    walker.methods(where, cls, leave_out=frozenset({"__init__", "__new__"}))
 
 
 def _plain_attributes(
     walker: Walker, structure: Items, where: str, module: nn.Module, holders: list[Holder], label: str
 ) -> None:
-    trusted = origin(type(module)) in ("torch", "stdlib")
+    trusted = is_trusted_class(type(module))
     own = module.__dict__
     reads_training = "training" in (
         facts(type(module).forward.__code__).names
         if trusted and hasattr(type(module).forward, "__code__")
-        else walker.names
+        else walker.counts(("training",))
     )
     if reads_training:
         walker.checks.item(own, "training", module.training)
@@ -197,7 +213,7 @@ def _plain_attributes(
     for key, value in own.items():
         if key not in skip and isinstance(value, torch.Tensor):
             skip.add(key)
-            if key in walker.names or trusted:
+            if trusted or walker.counts((key,)):
                 holders.append(Holder("lifted", f"{label}.{key}" if label else key, own, key))
     before = len(walker.items)
     walker.attributes(where, module, deep=True, skip=frozenset(skip), every=trusted)

@@ -82,12 +82,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Closure:
-    """A function over new cells and defaults."""
+    """A function over new cells, defaults and attributes."""
 
     function: types.FunctionType
     cells: tuple[Template | None, ...]
     defaults: Template
     kwdefaults: Template
+    attributes: Entries
 
     def build(self, tensors: Sequence[Any]) -> Any:
         old = self.function
@@ -96,6 +97,7 @@ class Closure:
             old.__code__, old.__globals__, old.__name__, self.defaults.build(tensors), cells or None
         )
         new.__kwdefaults__ = self.kwdefaults.build(tensors)
+        new.__dict__.update(self.attributes.build(tensors))
         new.__module__ = old.__module__
         new.__qualname__ = old.__qualname__
         return new

@@ -17,6 +17,23 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), ran
 _TORCH_PLAIN = (torch.dtype, torch.layout, torch.memory_format)
 _MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
 
+# Methods of a class that syntax does not call, or that no result depends on.
+_EXPLICIT = frozenset(
+    {
+        "__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dir__", "__format__", "__getnewargs__",
+        "__getstate__", "__init_subclass__", "__reduce__", "__reduce_ex__", "__repr__", "__set_name__",
+        "__setstate__", "__sizeof__", "__str__", "__subclasshook__",
+    }
+)  # fmt: skip
+# What a class of an installed package does when it is built or looked into says little about a graph,
+# and leads far: into whole registries.
+_BOOKKEEPING = frozenset(
+    {
+        "__contains__", "__delattr__", "__delitem__", "__eq__", "__getattr__", "__getattribute__", "__getitem__",
+        "__hash__", "__init__", "__iter__", "__len__", "__new__", "__post_init__", "__setattr__", "__setitem__",
+    }
+)  # fmt: skip
+
 
 def is_trusted_name(module: str) -> bool:
     """Whether a module is torch's or the standard library's, by its dotted name."""
@@ -26,7 +43,7 @@ def is_trusted_name(module: str) -> bool:
 
 def origin(obj: Any) -> str:
     """`torch`, `stdlib`, `site` (an installed package) or `user`, by the module that defines it."""
-    module = getattr(obj, "__module__", None) or ""
+    module = (obj.__name__ if isinstance(obj, types.ModuleType) else getattr(obj, "__module__", None)) or ""
     root = module.partition(".")[0]
     if root in _TRUSTED:
         return "torch"
@@ -34,6 +51,21 @@ def origin(obj: Any) -> str:
         return "stdlib"
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site" if file.startswith(_SITE) else "user"
+
+
+def is_trusted_class(cls: type) -> bool:
+    """Whether a class and all that it inherits from are torch's or the standard library's."""
+    return all(origin(base) in ("torch", "stdlib") for base in cls.__mro__)
+
+
+def holds_tensor(value: Any, depth: int = 4) -> bool:
+    """Whether a tensor is found in a container, at most `depth` containers deep."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if not depth or not isinstance(value, dict | list | tuple):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(holds_tensor(item, depth - 1) for item in items)
 
 
 def plain(value: Any) -> str | None:
@@ -70,6 +102,14 @@ def functions_of(member: Any) -> list[types.FunctionType]:
         return [f for f in (member.fget,) if isinstance(f, types.FunctionType)]
     wrapped = getattr(member, "__wrapped__", None) or getattr(member, "func", None)
     return [wrapped] if isinstance(wrapped, types.FunctionType) else []
+
+
+def called_by_syntax(cls: type) -> set[str]:
+    """Functions in a class's own namespace that run where no code names them: operators and the like."""
+    special = {n for n in vars(cls) if n.startswith("__") and n.endswith("__")} - _EXPLICIT
+    if origin(cls) != "user":
+        special -= _BOOKKEEPING
+    return {n for n in special if functions_of(vars(cls)[n])}
 
 
 def slots_of(cls: type) -> list[str]:

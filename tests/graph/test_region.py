@@ -281,6 +281,72 @@ def test_tensors_are_lifted_out_of_functions_and_put_back(shape: str) -> None:
     assert region.describe((make(equal, 2), x), {}).parts.key != call.parts.key
 
 
+class Options:
+    pass
+
+
+class Given(nn.Module):
+    """Hands what it is given, and what it holds, to a function that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = types.SimpleNamespace()
+        self.kept = Options()
+
+    def forward(self, x: Tensor, options: Any, function: Callable[..., Tensor], **terms: Tensor) -> Tensor:
+        for term in terms.values():
+            x = torch.tanh(x * term + 1)
+        return function(x, options, self.kept) * function.factor  # type: ignore[attr-defined]
+
+
+def later(x: Tensor, options: Any, kept: Any) -> Tensor:
+    return x * options.deep * getattr(kept, "deeper", 1.0)
+
+
+def given(**changes: Any) -> tuple[Given, tuple[Any, ...], dict[str, Tensor]]:
+    def function(x: Tensor, options: Any, kept: Any) -> Tensor:
+        return later(x, options, kept)
+
+    module, options = Given(), Options()
+    function.factor = changes.get("factor", 1.0)  # type: ignore[attr-defined]
+    options.deep = changes.get("deep", 1.0)  # type: ignore[attr-defined]
+    module.kept.deeper = changes.get("deeper", 1.0)  # type: ignore[attr-defined]
+    terms = {name: torch.full((3,), float(i)) for i, name in enumerate(("first", "second"))}
+    return module, (torch.ones(3), options, function), dict(sorted(terms.items(), reverse="order" in changes))
+
+
+@pytest.mark.parametrize("change", ["factor", "deep", "deeper", "order"])
+def test_what_a_function_among_the_arguments_reads_and_is_counts(change: str) -> None:
+    module, args, terms = given()
+    region = Region("given", module, {})
+    call = region.describe(args, terms)
+    flatten, holds = call.flattener.compile(), call.flattener.walker.checks.compile()
+    assert flatten(args, terms, []) is not None
+    assert torch.equal(region.run(call, call.tensors), module(*args, **terms))
+    other, other_args, other_terms = given(**{change: 3.0})
+    assert not torch.equal(other(*other_args, **other_terms), module(*args, **terms))
+    module.kept = other.kept
+    assert region.describe(other_args, other_terms).parts.key != call.parts.key
+    assert not (call.static.still_true() and holds() and flatten(other_args, other_terms, []) is not None)
+
+
+def test_numbers_of_a_class_of_the_users_and_slots_are_refused_as_arguments() -> None:
+    class Number(float):
+        pass
+
+    class Slotted:
+        __slots__ = ("scale",)
+
+    class Both(Slotted):
+        pass
+
+    both = Both()
+    both.scale = 2.0
+    for value in (Number(2.0), both):
+        with pytest.raises(CallRefused, match=r"options is a .*(Number|Both)"):
+            describe(Given(), torch.ones(3), value, later)
+
+
 def test_flattening_keeps_no_tensor_of_the_described_call_alive() -> None:
     import gc
     import weakref

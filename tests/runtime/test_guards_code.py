@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
+import functools
+import operator
 import sys
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from aotcache.errors import CallRefused, Unfingerprintable
 from aotcache.graph.region import Region
@@ -52,6 +56,88 @@ def scaled(x: Tensor) -> Tensor:
     return x * scaled.scale  # type: ignore[attr-defined]
 
 
+GAIN = 1.0
+
+
+def by_gain(x: Tensor) -> Tensor:
+    return x * GAIN
+
+
+class Operators:
+    """Does by syntax what no name in a forward shows."""
+
+    fns = (by_gain,)
+    weak = 1.0
+
+    def __rmul__(self, x: Tensor) -> Tensor:
+        return by_gain(x)
+
+    def __iter__(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        yield by_gain
+
+    def __bool__(self) -> bool:
+        return GAIN < 2
+
+    def __float__(self) -> float:
+        return GAIN
+
+    def __enter__(self) -> float:
+        return GAIN
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class ModuleOperators(nn.Module):
+    def __getitem__(self, i: int) -> Callable[[Tensor], Tensor]:
+        return by_gain
+
+
+class Number(float):
+    pass
+
+
+class Table(dict[str, float]):
+    def __missing__(self, key: str) -> float:
+        return GAIN
+
+
+class HalfSlotted(Slotted):
+    pass
+
+
+class Wrapper:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.factor = function, 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x) * self.factor
+
+
+class Meta(type):
+    @property
+    def gain(cls) -> float:
+        return GAIN
+
+
+class WithMeta(metaclass=Meta):
+    pass
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        nn.utils.parametrize.register_parametrization(self, "weight", nn.Identity())
+
+    def helper(self, x: Tensor) -> Tensor:
+        return by_gain(x) * (2 if self.training else 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helper(x) * self.weight
+
+
 class Reads(nn.Module):
     held = Holder()
     described = Described()
@@ -64,6 +150,19 @@ class Reads(nn.Module):
         self.slotted = Slotted()
         self.nested = ([1.0],)
         self.w0 = 1.0
+        self.namespace0 = argparse.Namespace(scale=2.0)
+        self.operators = Operators()
+        self.module = ModuleOperators()
+        self.number = Number(1.0)
+        self.table = Table()
+        self.ordered = {"a": 2.0, "b": 0.5}
+        self.half_slotted = HalfSlotted()
+        self.wrapper = Wrapper(torch.sin)
+        self.weak = weakref.ref(self.operators)
+        self.other = sys.modules["probe_other"]
+        self.get = operator.attrgetter("namespace.scale")
+        self.parametrized = Parametrized()
+        self.linear = nn.Linear(4, 4)
         self.act = nn.functional.silu
 
 
@@ -99,7 +198,10 @@ def _other(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module of the user's that functions import when they run."""
     module = types.ModuleType("probe_other")
     exec("GAIN = 1.0\ndef gain():\n    return GAIN\n", vars(module))
+    package = types.ModuleType("probe_package")
+    package.probe_other = module  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "probe_other", module)
+    monkeypatch.setitem(sys.modules, "probe_package", package)
     monkeypatch.setattr(scaled, "scale", 2.0, raising=False)
     return module
 
@@ -120,6 +222,36 @@ def _made_up_name(self: Any, x: Tensor) -> Tensor:
     for i in range(1):
         x = x * getattr(self, f"w{i}")
     return x
+
+
+def _import_module_in(self: Any, x: Tensor) -> Tensor:
+    from probe_package import probe_other
+
+    return x * probe_other.GAIN
+
+
+def _local_name(self: Any, x: Tensor) -> Tensor:
+    other = self.other
+    return x * other.GAIN
+
+
+def _context(self: Any, x: Tensor) -> Tensor:
+    with self.operators as gain:
+        return x * gain
+
+
+def _in_order(self: Any, x: Tensor) -> Tensor:
+    for value in self.ordered.values():
+        x = torch.tanh(x * value + 1)
+    return x
+
+
+def _move_to_end(module: Any, patch: pytest.MonkeyPatch) -> None:
+    module.ordered["a"] = module.ordered.pop("a")
+
+
+def _more(change: Callable[[Any, Tensor], Tensor]) -> tuple[Any, Any]:
+    return change, lambda m, p: p.setattr(sys.modules[__name__], "GAIN", 3.0)
 
 
 def _replace(name: str, key: str, value: Any) -> Callable[[Any, pytest.MonkeyPatch], None]:
@@ -168,6 +300,61 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, pytest.Mo
         lambda self, x: nn.functional.gelu(x),
         lambda m, p: p.setattr(nn.functional, "gelu", lambda x: x * 7),
     ),
+    "operator": _more(lambda self, x: x * self.operators),
+    "loop over an object": _more(lambda self, x: next(iter(self.operators))(x)),
+    "truth of an object": _more(lambda self, x: x * 2 if self.operators else x),
+    "number of an object": _more(lambda self, x: x * float(self.operators)),
+    "context manager": _more(_context),
+    "functions in a class": _more(lambda self, x: self.operators.fns[0](x)),
+    "index into a module": _more(lambda self, x: self.module[0](x)),
+    "class of a class": _more(lambda self, x: x * WithMeta.gain),
+    "missing key of a dict of the user's": _more(lambda self, x: x * self.table["q"]),
+    "table of globals": _more(lambda self, x: globals()["by_gain"](x)),
+    "method of a parametrized module": _more(lambda self, x: self.parametrized(x)),
+    "training flag of a parametrized module": (
+        lambda self, x: self.parametrized(x),
+        lambda m, p: m.parametrized.eval(),
+    ),
+    "number of a class of the user's": (
+        lambda self, x: x * float(self.number),
+        lambda m, p: setattr(m, "number", Number(3.0)),
+    ),
+    "order of a table": (_in_order, _move_to_end),
+    "slots under a dict": (
+        lambda self, x: x * self.half_slotted.scale,
+        lambda m, p: setattr(m.half_slotted, "scale", 3.0),
+    ),
+    "wrapper with a state": (
+        lambda self, x: self.wrapper(x),
+        lambda m, p: setattr(m.wrapper, "factor", 3.0),
+    ),
+    "weak reference": (
+        lambda self, x: x * self.weak().weak,
+        lambda m, p: setattr(m.operators, "weak", 3.0),
+    ),
+    "module in an attribute": (lambda self, x: x * self.other.GAIN, _replace("probe_other", "GAIN", 9.0)),
+    "module under a local name": (_local_name, _replace("probe_other", "GAIN", 9.0)),
+    "module imported from a package": (_import_module_in, _replace("probe_other", "GAIN", 9.0)),
+    "attribute getter": (
+        lambda self, x: x * self.get(self),
+        lambda m, p: setattr(m.namespace, "scale", 3.0),
+    ),
+    "object by a name made up": (
+        lambda self, x: x * getattr(self, f"namespace{0}").scale,
+        lambda m, p: setattr(m.namespace0, "scale", 3.0),
+    ),
+    "text of a namespace": (
+        lambda self, x: x * len(str(self.simple)),
+        lambda m, p: setattr(m.simple, "scale", 1000.0),
+    ),
+    "functional patched under torch's module": (
+        lambda self, x: self.linear(x),
+        lambda m, p: p.setattr(nn.functional, "linear", lambda x, w, b: x * 7),
+    ),
+    "tensor method patched": (
+        lambda self, x: x.softmax(-1),
+        lambda m, p: p.setattr(torch.Tensor, "softmax", lambda x, d: x * 7, raising=False),
+    ),
     "method of an enum": (
         lambda self, x: Activation.DOUBLE(x),
         lambda m, p: p.setattr(Activation, "__call__", lambda self, x: x * 9),
@@ -185,6 +372,51 @@ def test_what_forward_reads_is_in_the_key(case: str, monkeypatch: pytest.MonkeyP
     change(module, monkeypatch)
     assert not torch.equal(module(x), eager_before)
     assert region.describe((x,), {}).parts.key != before
+
+
+def test_how_a_module_gives_its_attributes_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Given(nn.Module):
+        def __getattribute__(self, name: str) -> Any:
+            return GAIN if name == "gain" else super().__getattribute__(name)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    region, x = Region("given", Given(), {}), torch.randn(2)
+    before = region.describe((x,), {}).parts.key
+    monkeypatch.setattr(sys.modules[__name__], "GAIN", 3.0)
+    assert region.describe((x,), {}).parts.key != before
+
+
+def test_the_order_of_submodules_is_noticed() -> None:
+    module, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(2)
+    region = Region("sequential", module, {})
+    before, eager_before = region.describe((x,), {}), module(x)
+    module._modules["0"] = module._modules.pop("0")
+    assert not torch.equal(module(x), eager_before)
+    assert not before.static.still_true()
+    assert region.describe((x,), {}).parts.key != before.parts.key
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda: torch.distributions.Normal(torch.zeros(2), torch.ones(2)),
+        lambda: create_block_mask(lambda b, h, q, k: q >= k, 1, None, 32, 32, device="cpu", BLOCK_SIZE=16),
+    ],
+    ids=["distribution", "block mask"],
+)
+def test_tensors_in_an_object_of_torchs_are_not_taken_for_its_text(held: Callable[[], Any]) -> None:
+    module = reader(lambda self, x: x + self.held_object.mean)
+    module.held_object = held()
+    with pytest.raises(Unfingerprintable, match="held_object is a torch.*holds tensors"):
+        Region("reads", module, {}).describe((torch.randn(2),), {})
+
+
+def test_a_tensor_read_by_a_name_made_up_is_lifted() -> None:
+    module = reader(lambda self, x: x * getattr(self, f"tensor{0}"))
+    module.tensor0 = torch.ones(2)
+    assert Region("reads", module, {}).describe((torch.randn(2),), {}).names[-2] == "tensor0"
 
 
 def test_a_set_changed_in_place_at_equal_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
