@@ -409,7 +409,7 @@ def test_the_order_of_submodules_is_noticed() -> None:
 def test_tensors_in_an_object_of_torchs_are_not_taken_for_its_text(held: Callable[[], Any]) -> None:
     module = reader(lambda self, x: x + self.held_object.mean)
     module.held_object = held()
-    with pytest.raises(Unfingerprintable, match="held_object is a torch.*holds tensors"):
+    with pytest.raises(Unfingerprintable, match=r"held_object is a torch.*holds tensors"):
         Region("reads", module, {}).describe((torch.randn(2),), {})
 
 
