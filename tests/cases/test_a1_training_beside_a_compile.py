@@ -25,7 +25,7 @@ def report(tiny_d: Warm, specs: Path, tmp_path_factory: pytest.TempPathFactory) 
     )
     store = tmp_path_factory.mktemp("second-store").as_uri()
     process = start("training_beside_a_warm", str(tiny_d.spec.path), tiny_d.store, str(second.path), store)
-    return answers([process])[0]
+    return answers([process], seconds=600)[0]
 
 
 def test_the_second_model_was_built_meanwhile(report: Any) -> None:

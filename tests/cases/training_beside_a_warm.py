@@ -12,32 +12,48 @@ import aotcache
 from aotcache.build import Cell, Plan
 from aotcache.errors import AotcacheError
 from tests.cases import tiny
+from tests.cases.second import LAYERS
 from tests.cases.support import make_batch
 
 THREADS, STEPS = 4, 200
 
 
 class Started:
-    """Tells when the builder begins to trace."""
+    """Tells how many traces the builder has begun."""
 
     def __init__(self) -> None:
-        self.tracing = threading.Event()
         self.stages: list[str] = []
+        self._over = False
+        self._changed = threading.Condition()
+
+    def wait(self, traces: int) -> None:
+        """Until so many have begun, or none will any more."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._over or self.stages.count("export") >= traces, 600)
+
+    def end(self) -> None:
+        """No further trace will begin."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
 
     def planned(self, plan: Plan, builds: Sequence[Cell]) -> None:
         pass
 
     def stage(self, cell: Cell | None, stage: str) -> None:
-        self.stages.append(stage)
-        if stage == "export":
-            self.tracing.set()
+        with self._changed:
+            self.stages.append(stage)
+            self._changed.notify_all()
 
     def finished(self, cell: Cell, seconds: float, error: AotcacheError | None) -> None:
         pass
 
 
-def train(spec: str, store: str, start: threading.Event) -> tuple[list[list[float]], int, int]:
-    """Losses of every step of every thread, and the traces and misses of all of them."""
+def train(spec: str, store: str, builder: Started | None) -> tuple[list[list[float]], int, int]:
+    """Losses of every step of every thread, and the traces and misses of all of them.
+
+    Beside a builder the steps are spread over all of its traces: an equal share begins with each.
+    """
     replicas = [tiny.build() for _ in range(THREADS)]
     handles = [aotcache.attach(model, spec, store=store) for model in replicas]
     for handle in handles:
@@ -51,8 +67,9 @@ def train(spec: str, store: str, start: threading.Event) -> tuple[list[list[floa
             model = replicas[index]
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             batches = [make_batch(seed=10 * index + i) for i in range(5)]
-            assert start.wait(200)
             for i in range(STEPS):
+                if builder is not None:
+                    builder.wait(1 + i * LAYERS // STEPS)
                 optimizer.zero_grad()
                 loss = model(**batches[i % len(batches)])
                 loss.backward()
@@ -77,10 +94,8 @@ def train(spec: str, store: str, start: threading.Event) -> tuple[list[list[floa
 def main(spec: str, store: str, second: str, second_store: str) -> None:
     torch.set_num_threads(1)
     call = torch.nn.Module.__call__
-    now = threading.Event()
-    now.set()
     with aotcache.forbid_tracing("process") as receipt:
-        quiet, *quiet_counts = train(spec, store, now)
+        quiet, *quiet_counts = train(spec, store, None)
         started = Started()
         reports = []
 
@@ -88,11 +103,11 @@ def main(spec: str, store: str, second: str, second_store: str) -> None:
             try:
                 reports.append(aotcache.warm(second, store=second_store, progress=started))
             finally:
-                started.tracing.set()
+                started.end()
 
         builder = threading.Thread(target=request)
         builder.start()
-        beside, *counts = train(spec, store, started.tracing)
+        beside, *counts = train(spec, store, started)
         builder.join()
     print(
         json.dumps(
