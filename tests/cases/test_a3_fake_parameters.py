@@ -22,7 +22,8 @@ def test_four_processes_get_one_artifact_under_one_key(specs: Path, tmp_path: Pa
     ]
     home = tmp_path / "home"
     processes = [
-        start("warming_at_once", str(spec.path), environment={"AOTCACHE_HOME": str(home)}) for spec in written
+        start("warming_at_once", str(spec.path), kind == "fake", environment={"AOTCACHE_HOME": str(home)})
+        for spec, kind in zip(written, kinds, strict=True)
     ]
     for process in processes:
         assert process.stdout is not None
