@@ -104,7 +104,9 @@ def test_each_is_right_and_not_the_other(mixed: Warm) -> None:
     model = tiny.build()
     call = {k: v for k, v in make_batch(seed=1).items() if k != "target"}
     eager = tiny.build().blocks[0]
-    wide = tiny.build().double().blocks[0](call["x"].double(), call["documents"])
+    exact = tiny.build().double().blocks[0]
+    wide = exact(call["x"].double(), call["documents"])
+    wide.pow(2).mean().backward()
     with aotcache.attach(model, mixed.spec, store=mixed.store):
         for context in (torch.autocast("cpu", torch.bfloat16), nullcontext()):
             grad = not isinstance(context, nullcontext)
@@ -115,6 +117,14 @@ def test_each_is_right_and_not_the_other(mixed: Warm) -> None:
             assert error <= max(2 * eager_error, 1e-6)
             # bf16 products are no fp32 products: three decimal digits, not seven.
             assert bool(error > 1e-4) is grad
+            if grad:
+                ours.float().pow(2).mean().backward()
+                plain.float().pow(2).mean().backward()
+    for name, parameter in exact.named_parameters():
+        found, rounded = (m.get_parameter(name).grad for m in (model.blocks[0], eager))
+        assert found.dtype == rounded.dtype
+        error, eager_error = ((t.double() - parameter.grad).abs().max() for t in (found, rounded))
+        assert error <= 2 * eager_error, name
 
 
 def test_the_store_has_two_keys(mixed: Warm) -> None:
