@@ -45,8 +45,9 @@ def test_without_the_feature_it_is_refused_unopened(
         if on_miss == "eager":
             assert_close(model(**batch), tiny.build()(**batch))
         else:
-            with pytest.raises(ArtifactMiss, match=r"CPU features that this host lacks: avx512bw.*avx512vl"):
-                model(**batch)
+            for load in (lambda: model(**batch), handle.prefetch):
+                with pytest.raises(ArtifactMiss, match=r"that this host lacks: avx512bw.*avx512vl"):
+                    load()
         assert handle.stats()["loads"] == 0
     assert opened == []
     assert not (tmp_path / "home" / "unpacked").exists()
