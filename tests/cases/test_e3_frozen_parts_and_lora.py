@@ -59,10 +59,9 @@ def unfrozen_output() -> tiny.Tiny:
 
 
 def disabled() -> tiny.Tiny:
-    model = lora.build()
+    model = unfrozen_output()
     for block in model.blocks:
         block.qkv.enabled = False
-    model.blocks[0].norm.weight.requires_grad_(True)  # so that there is something left to train
     return model
 
 
@@ -124,6 +123,7 @@ def test_one_attached_model_through_all_states(adapted: Warm) -> None:
         assert handle.stats()["hits"] == 2
         for block in model.blocks:
             block.qkv.enabled = False
+        compare(disabled())
         with torch.no_grad():
             assert_close(model(**batch), base(**batch))
         for block in model.blocks:
