@@ -171,6 +171,9 @@ class Buckets:
                 yield rule, tensor
 
 
+_OUT = ". [axes] names it: correct the name there, or put it into the batch (None where it is left out)"
+
+
 def _rung(dim: str, ladder: tuple[int, ...], size: int | None) -> int:
     if size is None:
         if len(ladder) == 1:
@@ -201,7 +204,8 @@ def _axis(name: str, axis: int, tensor: Any) -> int:
     rank = len(tensor.shape)
     if not -rank <= axis < rank:
         raise SpecError(
-            f"{name!r} has {rank} axes (shape {tuple(tensor.shape)}), expected it to have axis {axis}"
+            f"{name!r} has {rank} axes (shape {tuple(tensor.shape)}), expected it to have axis {axis}; "
+            "axes are counted from 0"
         )
     return axis % rank
 
@@ -237,7 +241,7 @@ def _get(tree: Any, path: Sequence[str], name: str, what: str) -> Any:
                 known = [str(key) for key in tree]
                 raise SpecError(
                     f"{what} {name!r} is not there{did_you_mean(part, known)}; "
-                    f"found {', '.join(known) or 'nothing'}"
+                    f"found {', '.join(known) or 'nothing'}{_OUT if what == 'input' else ''}"
                 )
             tree = tree[part]
         elif isinstance(tree, list | tuple) and part.isdigit() and int(part) < len(tree):

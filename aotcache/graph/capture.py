@@ -25,7 +25,7 @@ def find_regions(model: nn.Module, patterns: Sequence[str], options: Mapping[str
     `layers.0.mlp`.
 
     Raises:
-        SpecError: a pattern that matches nothing.
+        SpecError: a pattern that matches nothing, or a container that is never called.
     """
     regions: dict[str, Region] = {}
     for pattern in patterns:
@@ -37,6 +37,7 @@ def find_regions(model: nn.Module, patterns: Sequence[str], options: Mapping[str
                 and (bool(name) == bool(pattern))
             ):
                 found = True
+                _require_forward(name, module)
                 regions.setdefault(name, Region(name, module, options))
         if not found:
             names = sorted(
@@ -46,12 +47,28 @@ def find_regions(model: nn.Module, patterns: Sequence[str], options: Mapping[str
                     if n.count(".") <= 1
                 }
             )
+            wrapped = (
+                "; it is wrapped by torch.compile: take the module itself, its _orig_mod"
+                if type(model).__name__ == "OptimizedModule"
+                else ""
+            )
             raise SpecError(
                 f"region pattern {pattern!r} matches no submodule of {type(model).__qualname__}; "
-                f"there are {', '.join(repr(n) for n in names[:20])}",
+                f"there are {', '.join(repr(n) for n in names[:20])}{wrapped}",
                 pattern=pattern,
             )
     return list(regions.values())
+
+
+def _require_forward(name: str, module: nn.Module) -> None:
+    """A ModuleList is never called, so it cannot be a region."""
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        members = f"its members are {name + '.*'!r}" if name else "name some of its submodules"
+        raise SpecError(
+            f"region {name!r} is a {type(module).__qualname__} without a forward of its own, so nothing calls it; "
+            f"{members}",
+            region=name,
+        )
 
 
 class _Recorder:

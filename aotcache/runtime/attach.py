@@ -8,6 +8,8 @@ of an attached model is attached to its own weights. Pickling drops the attachme
 from __future__ import annotations
 
 import logging
+import shlex
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnMiss = Literal["raise", "eager"]
+
+_CALL = nn.Module._call_impl.__code__  # private torch name, tried on 2.13.0
+"""What calls a module's `forward` when the module is called."""
 
 
 class Attachment:
@@ -132,6 +137,14 @@ def _nothing() -> None:
 def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """The bound method that stands in an attached module's place of `forward`."""
     attachment: Attachment | None = self.__dict__.get(ATTACHED)
+    caller = sys._getframe(1)
+    if caller.f_code is _CALL:
+        called = caller.f_locals["self"]
+        if called is not self and called.__dict__.get(ATTACHED) is attachment:
+            # A copy of the dictionary (copy.copy, replicas of DataParallel) brought this method along, bound
+            # to the module that was copied, whose weights are others.
+            self = called
+            self.__dict__["forward"] = types.MethodType(forward, self)
     if attachment is None:
         # Detached since the caller took hold of this method.
         return type(self).forward(self, *args, **kwargs)
@@ -315,7 +328,9 @@ def attach(
         counters=counters,
         lock_cells=cells,
         wire=wire,
-        warm_line=f"aotcache warm {spec.path}",
+        warm_line=shlex.join(
+            ["aotcache", "warm", str(spec.path), *([] if store is None else ["--store", opened.url])]
+        ),
     )
 
 

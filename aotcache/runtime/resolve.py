@@ -149,21 +149,46 @@ def nearest(parts: KeyParts, manifests: Iterable[Manifest]) -> tuple[Manifest, l
 
 
 def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
-    """The text of a miss: key, reason, nearest entry and what differs, and the way out."""
-    lines = [f"no artifact for region {call.region.name!r} ({call.mode}), key {call.parts.key}: {reason}"]
+    """The text of a miss: key, reason, nearest entry and what differs, and the way out.
+
+    Args:
+        call: What was called.
+        reason: Why nothing serves it.
+        store: Where it was looked for.
+        warm_line: The command that builds what the spec asks for.
+    """
+    where = f"region {call.region.name!r} ({call.mode}), key {call.parts.key}"
+    lines = [f"no artifact for {where}: {reason} (store {store.url})"]
     found = nearest(call.parts, (m for m in store.list() if m.mode == call.mode))
-    if found is None:
-        lines.append("the store holds no entry in this mode")
-    else:
-        manifest, differences = found
+    manifest, differences = found or (None, [])
+    if manifest is None:
+        lines.append(f"the store holds no {call.mode} entry")
+    elif differences:
         lines.append(
-            f"nearest stored entry: {manifest.key} (region {manifest.region!r}, bucket {manifest.bucket})"
+            f"nearest stored entry: {manifest.key} (region {manifest.region!r}, bucket {manifest.bucket}); "
+            "this call / that entry:"
         )
         lines += [f"  {d}" for d in differences[:_NEAREST]]
         if len(differences) > _NEAREST:
             lines.append(f"  and {len(differences) - _NEAREST} more")
-    lines.append(f"to build it: {warm_line}")
+    lines.append(_way_out(differences, warm_line))
     return "\n".join(lines)
+
+
+def _way_out(differences: list[str], warm_line: str) -> str:
+    """What to do about a miss: `aotcache warm` builds what the spec describes, which may be another call."""
+    parts = {difference.partition(".")[0] for difference in differences}
+    if parts == {"call"}:
+        return (
+            f"if the spec's batch() makes such calls, build them: {warm_line}\n"
+            "if not, pad batches with aotcache.Buckets, or change [buckets] or batch() in the spec first"
+        )
+    if parts == {"ambient"}:
+        return (
+            f"if the spec's context sets these, build it: {warm_line}\n"
+            "if not, train under what that entry was built under, or give the spec a context that sets them first"
+        )
+    return f"to build it: {warm_line}"
 
 
 def _strides_aside(parts: KeyParts) -> str:

@@ -238,7 +238,8 @@ def test_a_miss_names_the_nearest_entry_and_the_way_out(probe: Probe) -> None:
     text = str(caught.value)
     assert "float32 (3, 8)" in text
     assert "float32 (4, 8)" in text
-    assert f"aotcache warm {probe.spec}" in text
+    assert f"aotcache warm {probe.spec} --store {handle.resolver.store.url}\n" in text
+    assert "pad batches with aotcache.Buckets" in text
     assert handle.stats()["misses"] == 1
 
 
@@ -350,10 +351,56 @@ def test_double_backward_raises_where_it_would_be_left_out(probe: Probe) -> None
     args, kwargs = probe.region_call()
     with probe.attach(model):
         hidden, _ = model.probes[0](*args, **kwargs)
-        (gradient,) = torch.autograd.grad(hidden.sum(), args[0], create_graph=True)
-        penalty = hidden.sum() + gradient.pow(2).sum()
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            penalty.backward()
+        with pytest.raises(CallRefused, match=r"'probes\.0'.*no second derivative"):
+            torch.autograd.grad(hidden.sum(), args[0], create_graph=True)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    return copy.copy(module)
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    return module._replicate_for_data_parallel()  # type: ignore[no-any-return, operator]
+
+
+def _cloned_by_hand(module: nn.Module) -> nn.Module:
+    clone = type(module).__new__(type(module))
+    clone.__dict__ = module.__dict__.copy()
+    return clone
+
+
+@pytest.mark.parametrize("make", [_copied, _replica, _cloned_by_hand])
+def test_a_shallow_copy_with_weights_of_its_own_runs_on_them(
+    probe: Probe, make: Callable[[nn.Module], nn.Module]
+) -> None:
+    attached, eager, handle = _pair(probe)
+    args, kwargs = probe.region_call()
+    with handle:
+        before = outcome(lambda: attached.probes[0](*args, **kwargs), [])
+        twin = make(attached.probes[0])
+        twin._parameters, twin._buffers = {}, dict(eager.probes[0]._buffers)
+        twin._modules = dict(eager.probes[0]._modules)
+        with torch.no_grad():
+            eager.probes[0].lin.weight.mul_(3)
+        hits = handle.stats()["hits"]
+        found = outcome(lambda: twin(*args, **kwargs), [args[0], eager.probes[0].lin.weight])
+        agree(found, outcome(lambda: eager.probes[0](*args, **kwargs), [args[0], eager.probes[0].lin.weight]))
+        assert handle.stats()["hits"] == hits + 1
+        agree(outcome(lambda: attached.probes[0](*args, **kwargs), []), before)
+
+
+def test_a_tensor_that_became_a_number_or_none_is_a_miss_that_says_so(probe: Probe) -> None:
+    model = probe.module.build()
+    args, kwargs = probe.region_call()
+    with probe.attach(model):
+        model.probes[0](*args, **kwargs)
+        table, model.probes[0].table = model.probes[0].table, 2.0
+        with pytest.raises(ArtifactMiss, match=r"table differs"):
+            model.probes[0](*args, **kwargs)
+        model.probes[0].table = table
+        model.probes[0].lin.bias = None
+        with pytest.raises(ArtifactMiss, match=r"lin\.bias differs"):
+            model.probes[0](*args, **kwargs)
 
 
 def test_saved_tensors_may_be_offloaded_and_come_back_in_another_layout(probe: Probe) -> None:
