@@ -1,0 +1,111 @@
+"""A spec's drafter, run for capture: how what goes wrong is told, and what padding may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aotcache.build.drafter import Drafter
+from aotcache.errors import AotcacheError, CaptureError, CertificateFailed, SpecError
+from aotcache.spec import load_spec
+
+SOURCE = """
+import torch
+from torch import nn
+
+
+class Drafter(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, weights=None):
+        x = self.layers[0](x)
+        if self.kind == "drops":
+            x = self.drop(x)
+        if self.kind == "noise":
+            x = x + torch.randn_like(x)
+        if self.kind == "adds" and x.shape[1] != weights.shape[1]:
+            x = x + weights[..., None]  # the line
+        if self.kind == "counts":
+            return x.pow(2).mean()
+        return (x.pow(2).mean(-1) * weights).sum()
+
+
+def build(kind):
+    if kind == "raises":
+        torch.load("no such checkpoint")  # the file
+    return Drafter(kind)
+
+
+def batch(bucket, device):
+    size = bucket["seq"]
+    return (), {"x": torch.randn(2, size, 4), "weights": torch.ones(2, size)}
+"""
+
+WEIGHTS = 'weights = { 1 = "seq" }'
+
+
+def drafter(folder: Path, kind: str, axes: str = WEIGHTS, regions: str = "layers.*") -> Drafter:
+    module = f"drafter_of_{folder.name}".replace("-", "_")
+    (folder / f"{module}.py").write_text(SOURCE)
+    spec = folder / "drafter.toml"
+    spec.write_text(
+        f'[drafter]\nname = "d"\nfactory = "{module}:build"\nbatch = "{module}:batch"\n'
+        f'kwargs = {{ kind = "{kind}" }}\nregions = ["{regions}"]\n[buckets]\nseq = [8]\n'
+        f'[axes]\nx = {{ 1 = "seq" }}\n{axes}\n'
+    )
+    return Drafter(load_spec(spec), "cpu")
+
+
+def line_of(text: str) -> int:
+    return next(i for i, line in enumerate(SOURCE.splitlines(), 1) if text in line)
+
+
+def test_dropout_beside_the_regions_is_not_taken_for_padding_that_counts(tmp_path: Path) -> None:
+    made = drafter(tmp_path, "drops")
+    assert [len(calls) for calls in made.capture({"seq": 8}, "train")] == [1, 1, 1]
+
+
+def test_noise_that_eval_mode_does_not_stop_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CertificateFailed, match="run twice in eval mode, changes scalar result 0"):
+        drafter(tmp_path, "noise").capture({"seq": 8}, "train")
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_padding_that_counts_in_the_loss_is_refused(tmp_path: Path, mode: Any) -> None:
+    with pytest.raises(CertificateFailed, match="padded positions must not count"):
+        drafter(tmp_path, "counts").capture({"seq": 8}, mode)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "said", "line"),
+    [
+        ("raises", WEIGHTS, "the factory failed at ", "# the file"),
+        ("adds", "", "given a batch of {'seq': 6} that [axes] pads to {'seq': 8}, failed at ", "# the line"),
+    ],
+)
+def test_a_failure_names_the_line_of_the_users_own_code(
+    tmp_path: Path, kind: str, axes: str, said: str, line: str
+) -> None:
+    with pytest.raises(CaptureError) as caught:
+        drafter(tmp_path, kind, axes).capture({"seq": 8}, "train")
+    assert said in str(caught.value)
+    assert f".py:{line_of(line)}: " in str(caught.value)
+
+
+def test_a_list_of_modules_is_no_region(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"'layers' is a ModuleList .* its members are 'layers\.\*'"):
+        drafter(tmp_path, "drops", regions="layers")
+
+
+def test_a_drafter_that_torch_compile_wraps_is_told_what_to_take(tmp_path: Path) -> None:
+    from aotcache.graph.capture import find_regions
+
+    with pytest.raises(AotcacheError, match="take the module itself, its _orig_mod"):
+        find_regions(torch.compile(torch.nn.Linear(2, 2)), ["layers.*"], {})  # type: ignore[arg-type]
