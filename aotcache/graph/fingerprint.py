@@ -38,6 +38,7 @@ from aotcache.graph.code import CodeFacts, facts, file_digest
 from aotcache.graph.findings import Findings
 from aotcache.graph.values import (
     called_by_syntax,
+    compiled_from,
     functions_of,
     holds_tensor,
     is_foreign_code,
@@ -280,6 +281,10 @@ class Walker(Findings):
         With `per_call` the function was handed in with a call and lives no longer than
         that: its cells and defaults belong to the call layout, and no check may hold it.
         """
+        original = compiled_from(fn)
+        if original is not None:
+            self.visit(f"{path}.<compiled>", original, deep=deep)
+            return
         where = origin(fn)
         if where in ("torch", "stdlib"):
             # Its code belongs to the toolchain; only what it closes over is the caller's.

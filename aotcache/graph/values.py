@@ -53,6 +53,16 @@ def origin(obj: Any) -> str:
     return "site" if file.startswith(_SITE) else "user"
 
 
+def compiled_from(fn: types.FunctionType) -> Any:
+    """What `torch.compile` or `torch.compiler.disable` wrapped, or None for any other function.
+
+    An artifact computes what the original does; the wrapper's own state is Dynamo's and no value.
+    """
+    if str(fn.__globals__.get("__name__")).startswith(("torch._dynamo.", "aotcache.graph.redirect")):
+        return vars(fn).get("_torchdynamo_orig_callable")  # tried on 2.13.0
+    return None
+
+
 def is_trusted_class(cls: type) -> bool:
     """Whether a class and all that it inherits from are torch's or the standard library's."""
     return all(origin(base) in ("torch", "stdlib") for base in cls.__mro__)

@@ -110,6 +110,28 @@ def test_a_changed_helper_function_changes_the_key(monkeypatch: pytest.MonkeyPat
     assert components_that_differ(before, after) == {"code"}
 
 
+class Wrapped(nn.Module):
+    """Reaches its function through a wrapper of Dynamo's."""
+
+    def __init__(self, factor: float, wrap: Callable[..., Any]) -> None:
+        super().__init__()
+
+        def scaled(x: Tensor) -> Tensor:
+            return x * factor
+
+        self.scaled = wrap(scaled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.scaled(x)
+        return out
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.compiler.disable])
+def test_what_dynamo_wraps_counts_as_its_original(wrap: Callable[..., Any]) -> None:
+    keys = [describe(Wrapped(f, wrap), torch.ones(2)).parts.key for f in (2.0, 2.0, 3.0)]
+    assert keys[0] == keys[1] != keys[2]
+
+
 def test_training_flag_counts_where_a_module_reads_it() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     before = describe(block, torch.ones(1, 4))
