@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -256,6 +257,30 @@ def test_an_artifact_of_another_toolchain_or_host_is_never_opened(
     model = tiny.build()
     with aotcache.attach(model, tiny_d.spec, store=tiny_d.store), torch.no_grad():
         assert_close(model(**make_batch()), tiny.build()(**make_batch()))
+
+
+def test_a_torch_version_altered_in_place_is_a_miss_and_never_opened(
+    tiny_d: Warm,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opened: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = copy_store(tiny_d.store, tmp_path / "store", tiny_d.manifests("infer"))
+    here = host.host_toolchain().torch
+    for ref in (tmp_path / "store" / "refs").rglob("*.json"):
+        text = ref.read_text()
+        assert f'"torch":"{here}"' in text
+        ref.write_text(text.replace(f'"torch":"{here}"', '"torch":"2.99.0"'))
+    monkeypatch.setenv("AOTCACHE_HOME", str(tmp_path / "home"))
+    model = tiny.build()
+    with aotcache.attach(model, tiny_d.spec, store=store), torch.no_grad():
+        with pytest.raises(ArtifactMiss):
+            model(**make_batch())
+    assert opened == []
+    assert not (tmp_path / "home" / "unpacked").exists()
+    # What was expected is the file's name, what was found is in it.
+    assert re.search(rf"torch{re.escape(here)}\S* is taken for a miss: .*torch2\.99\.0", caplog.text)
 
 
 def test_an_older_driver_is_refused(tiny_d: Warm) -> None:
