@@ -91,7 +91,7 @@ def _own_gradients_refused(region: str) -> Iterator[None]:
             raise _not_in_graph(
                 region, f"the autograd function {cls.__qualname__} is called", "its own backward"
             )
-        return apply.__func__(cls, *args, **kwargs)
+        return apply.__get__(None, cls)(*args, **kwargs)
 
     def refuse(name: str) -> Callable[..., Any]:
         def method(self: torch.Tensor, *_: Any, **__: Any) -> Any:
