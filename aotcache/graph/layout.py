@@ -22,7 +22,7 @@ from aotcache.errors import CallRefused, Unfingerprintable
 from aotcache.graph import tree
 from aotcache.graph.findings import Items
 from aotcache.graph.fingerprint import Walker
-from aotcache.graph.values import origin, plain, slots_of
+from aotcache.graph.values import holds_tensor, origin, plain, slots_of
 
 EXACT = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types of tensors whose memory is all there is to them."""
@@ -169,7 +169,7 @@ class Flattener:
             return self._method(name, value, expr)
         if _is_block_mask(kind):
             return self._state(name, value, expr, named_only=False)
-        if isinstance(value, type) or origin(kind) in ("torch", "stdlib"):
+        if isinstance(value, type) or (origin(kind) in ("torch", "stdlib") and not holds_tensor(value)):
             self.walker.visit(name, value)
             self._require(expr, f"{expr} is {self._env(value)}")
             return tree.Constant(value)

@@ -110,7 +110,7 @@ class Region:
             UnsupportedGraph: a hook inside the region.
         """
         known = self._statics.get(reads)
-        if known is None or not known.still_true():
+        if known is None or not known.still_true() or not known.holds_tensors():
             self.forward = self.current_forward()
             self.signature = inspect.signature(self.forward)
             known = fingerprint_module(self.name, self.module, self.forward, reads or NOTHING)

@@ -69,6 +69,10 @@ class Static:
     passed_over: Callable[[Reads], bool]
     still_true: Callable[[], bool]
 
+    def holds_tensors(self) -> bool:
+        """Whether every holder still holds a tensor, and not None or a number by now."""
+        return all(isinstance(h.holder.get(h.name), torch.Tensor) for h in self.holders)
+
 
 def original_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward that a module had before aotcache put its own in place."""

@@ -15,7 +15,7 @@ _TRUSTED = frozenset({"torch", "numpy", "aotcache", "functorch"})
 _SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice)
 _TORCH_PLAIN = (torch.dtype, torch.layout, torch.memory_format)
-_MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
+_MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"} | {"_is_replica", "_former_parameters"}
 
 # Methods of a class that syntax does not call, or that no result depends on.
 _EXPLICIT = frozenset(

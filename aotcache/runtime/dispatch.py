@@ -18,7 +18,7 @@ import torch
 from aotcache.graph import ambient, tree
 from aotcache.graph.region import Call
 from aotcache.graph.strides import has_strides
-from aotcache.runtime.memory import is_aligned, relayout
+from aotcache.runtime.memory import is_aligned, is_materialised, relayout
 
 if TYPE_CHECKING:
     from aotcache.runtime.function import Executable
@@ -97,7 +97,7 @@ def make_record(call: Call, executable: Executable) -> Record:
     changes = tuple(
         (i, tuple(slot.stride))
         for i, (tensor, slot) in enumerate(zip(call.tensors, manifest.inputs, strict=True))
-        if not has_strides(tensor, tuple(slot.stride)) or tensor.is_neg() or tensor.is_conj()
+        if not has_strides(tensor, tuple(slot.stride)) or not is_materialised(tensor)
     )
     device = call.tensors[0].device.type if call.tensors else "cpu"
     return Record(

@@ -10,7 +10,7 @@ import torch
 
 from aotcache.errors import CallRefused
 from aotcache.manifest import Manifest, OutputSlot
-from aotcache.runtime.memory import is_aligned, relayout
+from aotcache.runtime.memory import is_aligned, is_materialised, relayout
 from aotcache.runtime.runner import Runner
 
 
@@ -27,16 +27,12 @@ def _saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _delayed_error(message: str, count: int) -> Callable[..., Any]:
-    made: Callable[..., Any] = torch._C._functions.DelayedError(message, count)
-    return made
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is one of its own, and does not stand for several at once (vmap)."""
+    return bool(torch._C._has_storage(tensor))
 
 
 # end of private torch names
-
-_SECOND = (
-    "an artifact has no second derivative: leave the region out of the spec, or run it eagerly with detach()"
-)
 
 
 class Executable:
@@ -128,15 +124,13 @@ def _make_function(manifest: Manifest, forward: Runner, backward: Runner) -> typ
 
         @staticmethod
         def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
-            if not torch.is_grad_enabled():
-                return Pair.gradients(ctx, incoming)
-            # With create_graph: what depends on these gradients must fail, not leave them out.
-            with torch.no_grad():
-                found = Pair.gradients(ctx, incoming)
-            return _once(found)
-
-        @staticmethod
-        def gradients(ctx: Any, incoming: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+            if torch.is_grad_enabled():
+                raise CallRefused(
+                    f"region {manifest.region!r}: a graph of its gradients is asked for (create_graph=True), but an "
+                    "artifact has no second derivative; leave the region out of the spec, or run it eagerly with "
+                    "detach()",
+                    region=manifest.region,
+                )
             tensors: list[torch.Tensor] = [*ctx.saved_tensors]
             if ctx.layouts is not None:
                 tensors = [_as_saved(t, *layout) for t, layout in zip(tensors, ctx.layouts, strict=True)]
@@ -170,13 +164,6 @@ def _as_saved(tensor: Any, *layout: Any) -> Any:
     return relayout(tensor, stride)
 
 
-def _once(found: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients, made so that differentiating them raises."""
-    own = [g.detach().requires_grad_() for g in found if g is not None]
-    marked = iter(_delayed_error(_SECOND, len(own))(*own)) if own else iter(())
-    return tuple(None if g is None else next(marked) for g in found)
-
-
 def conform(gradient: torch.Tensor, slot: OutputSlot, index: int) -> torch.Tensor:
     """An incoming gradient in the layout that the backward graph was compiled for.
 
@@ -198,5 +185,11 @@ def conform(gradient: torch.Tensor, slot: OutputSlot, index: int) -> torch.Tenso
             f"{gradient.layout}, expected a plain strided tensor",
             output=index,
         )
-    plain = gradient.stride() == slot.stride and not gradient.is_neg() and not gradient.is_conj()
-    return gradient if plain and is_aligned(gradient) else relayout(gradient, slot.stride)
+    if not _has_memory(gradient):
+        raise CallRefused(
+            f"the incoming gradient of output {index} stands for several at once (vmap, is_grads_batched); an "
+            "artifact runs one backward at a time: ask for the gradients one by one",
+            output=index,
+        )
+    readable = gradient.stride() == slot.stride and is_materialised(gradient) and is_aligned(gradient)
+    return gradient if readable else relayout(gradient, slot.stride)

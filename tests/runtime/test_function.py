@@ -120,10 +120,23 @@ def test_an_output_changed_in_place_is_right_or_noticed(executable: Executable) 
 
 
 def test_a_double_backward_raises(executable: Executable) -> None:
+    """When its graph is asked for: later, a tensor that no path leads to would count as zero."""
     tensors = inputs(9)
-    (grad,) = torch.autograd.grad(loss(executable.train(tensors)), [tensors[0]], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        grad.sum().backward()
+    with pytest.raises(CallRefused, match="no second derivative"):
+        torch.autograd.grad(loss(executable.train(tensors)), [tensors[0]], create_graph=True)
+
+    def total(shift: torch.Tensor) -> torch.Tensor:
+        return loss(executable.train([tensors[0] * shift, *tensors[1:]]))
+
+    with pytest.raises(CallRefused, match="no second derivative"):
+        torch.autograd.functional.hessian(total, torch.ones(artifacts.WIDTH))
+
+
+def test_many_gradients_at_once_are_refused(executable: Executable) -> None:
+    tensors = inputs(9)
+    out = executable.train(tensors)[0]
+    with pytest.raises(CallRefused, match="one by one"):
+        torch.autograd.grad(out, tensors[:3], torch.ones(2, *out.shape), is_grads_batched=True)
 
 
 def test_a_second_backward_raises_unless_the_graph_is_retained(executable: Executable) -> None:
@@ -189,6 +202,7 @@ SLOT = OutputSlot("float32", (4, 6), (6, 1), True)
         pytest.param(lambda g: torch.cat([torch.zeros(1), g.flatten()])[1:].view(4, 6), id="unaligned"),
         pytest.param(torch.nn.Parameter, id="parameter"),
         pytest.param(lambda g: torch._neg_view(-g), id="negative view"),
+        pytest.param(lambda g: torch._efficientzerotensor(g.zero_().shape), id="zeros without memory"),
     ],
 )
 def test_incoming_gradients_are_brought_into_the_compiled_layout(make: Any) -> None:
