@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from aotcache import host
 from aotcache.build.plan import Cell, Plan, Row, make_plan
-from aotcache.compat import cpu_level_features
+from aotcache.compat import CPU_LEVELS, cpu_level_features
 from aotcache.compile.sandbox import Sandbox
 from aotcache.config import Settings
 from aotcache.errors import AotcacheError, ConfigError, StoreError
@@ -407,6 +407,19 @@ def _sweep(home: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _require_buildable(target: Target) -> None:
+    """Refuse, before anything runs, what would be built for another device than its name says.
+
+    Drafters are captured on the CPU: whatever the target, the code would be the CPU's.
+    """
+    if target.device != "cpu":
+        raise ConfigError(
+            f"target {target} cannot be built yet: drafters are captured and compiled on the CPU alone; "
+            f"known are native and {', '.join(f'cpu:{level}' for level in CPU_LEVELS)} (--target, or [targets])"
+        )
+    cpu_level_features(target.arch)  # a level that nobody defined
+
+
 @contextmanager
 def _session(
     spec: Spec | str | Path | None,
@@ -421,8 +434,7 @@ def _session(
         loaded = replace(loaded, archs=tuple(targets))
     wanted = list(loaded.targets(host.host_target))
     for target in wanted:
-        if target.device == "cpu":
-            cpu_level_features(target.arch)  # a level that nobody defined is wrong before anything runs
+        _require_buildable(target)
     make_dirs(config.home, 0o700)
     _sweep(config.home)
     staging = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.getpid()}-", dir=config.home))

@@ -201,7 +201,9 @@ def test_why_names_the_constant_that_was_changed(
     assert "SCALE differs: float:3.0 / float:2.0" in done.out
 
 
-def test_a_target_that_nobody_defined_is_wrong_usage(aotcache: Aotcache) -> None:
-    done = aotcache("warm", "drafter.toml", "--plan", "--target", "cpu:z80")
+@pytest.mark.parametrize("target", ["cpu:z80", "cuda:sm_90"])
+def test_a_target_that_cannot_be_built_is_wrong_usage(aotcache: Aotcache, target: str) -> None:
+    done = aotcache("warm", "drafter.toml", "--plan", "--target", target)
     assert done.code == 2, done.out + done.err
-    assert "z80" in done.err
+    assert target in done.err
+    assert "cpu:x86_64-avx2" in done.err
