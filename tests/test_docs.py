@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from typer.main import get_command
 
+import aotcache
 from aotcache.cli.app import app
 from aotcache.config import PREFIX, Settings
 from aotcache.key import COMPONENTS
+from aotcache.runtime.stats import Stats
+from aotcache.spec import CompileOptions, Drafter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,6 +37,21 @@ def test_every_command_is_in_the_readme() -> None:
     commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     readme = (ROOT / "README.md").read_text()
     assert {name for name in commands if f"aotcache {name}" not in readme} == set()
+
+
+def test_every_key_of_a_spec_is_documented_and_no_other() -> None:
+    tables = (Drafter, CompileOptions)
+    assert first_cells("docs/spec.md") == {field.name for table in tables for field in fields(table)}
+
+
+def test_every_argument_of_attach_is_documented() -> None:
+    assert set(inspect.signature(aotcache.attach).parameters) <= first_cells("docs/training.md")
+
+
+def test_every_counter_is_documented() -> None:
+    training = (ROOT / "docs/training.md").read_text()
+    snapshot = Stats().snapshot(traces=0)
+    assert {name for name in snapshot if name != "regions" and f"`{name}`" not in training} == set()
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:
