@@ -19,8 +19,8 @@ import typer
 from aotcache.cli.entries import SHORT, judge
 from aotcache.cli.output import JsonFlag, StoreOption, emit_json, human_bytes, print_lines, print_table
 from aotcache.config import settings
-from aotcache.errors import AotcacheError
-from aotcache.store import open_store
+from aotcache.errors import AotcacheError, RejectedArtifact
+from aotcache.store import Entry, Store, open_store
 
 if TYPE_CHECKING:
     from aotcache.compat import HostFacts
@@ -52,12 +52,10 @@ def doctor(store: StoreOption = None, as_json: JsonFlag = False) -> None:
     verdicts: list[dict[str, Any]] = []
     try:
         opened = open_store(store)
+        entries = list(opened.entries())
         facts = _facts()
-        verdicts = judge(opened.entries(), facts) if facts is not None else []
-        usage = opened.usage()
-        findings.append(
-            Finding("store", "ok", f"{opened.url}: {usage.refs} entries, {human_bytes(usage.bytes)}")
-        )
+        verdicts = judge(entries, facts) if facts is not None else []
+        findings.append(_store(opened, entries))
     except AotcacheError as error:
         findings.append(Finding("store", "fail", str(error)))
     findings += _summary(verdicts)
@@ -157,6 +155,22 @@ def _file_system(path: Path) -> str | None:
     real = path.resolve()
     holding = [m for m in mounts if len(m) > 2 and real.is_relative_to(m[1].replace(r"\040", " "))]
     return max(holding, key=lambda m: len(m[1]))[2] if holding else None
+
+
+def _store(store: Store, entries: list[Entry]) -> Finding:
+    """How much a store holds, and whether a worker would open what lies there.
+
+    One archive stands for all: looking at it reads it whole.
+    """
+    usage = store.usage()
+    sound = (e.manifest for e in entries if e.manifest is not None and e.problem is None)
+    first = next(sound, None)
+    try:
+        if first is not None:
+            store.blob_path(first.digest)
+    except RejectedArtifact as error:
+        return Finding("store", "fail", str(error))
+    return Finding("store", "ok", f"{store.url}: {usage.refs} entries, {human_bytes(usage.bytes)}")
 
 
 def _summary(verdicts: list[dict[str, Any]]) -> Iterator[Finding]:

@@ -107,6 +107,11 @@ def ls(
             }
         )
         return
+    if not usage.refs:
+        print_lines(
+            [f"nothing is stored in {opened.url}; `aotcache warm` and `aotcache fetch --to` fill a store"]
+        )
+        return
     columns = ("key", "region", "mode", "bucket", "target", "torch", "runner", "size", "digest", "written")
     print_table(columns, (_row(e) for e in found))
     print_lines([f"{usage.refs} entries, {usage.blobs} archives, {human_bytes(usage.bytes)} in {opened.url}"])
@@ -265,7 +270,9 @@ def _compare(store: Store, key: str, against: str) -> dict[str, Any]:
         "key": ours.key,
         "against": theirs.key,
         "differences": [asdict(d) for d in differences],
-        "lines": [str(d) for d in differences] or ["the two are one key"],
+        "lines": [f"{ours.key} / {theirs.key}", *(f"  {d}" for d in differences)]
+        if differences
+        else ["the two are one key"],
     }
 
 
@@ -335,5 +342,6 @@ def _explain(found: dict[str, Any]) -> Iterator[str]:
         elif cell["nearest"] is None:
             yield f"  the store holds no other {cell['mode']} artifact to compare it with"
         else:
-            yield f"  nearest stored entry: {cell['nearest']} (region {human_region(cell['nearest_region'])})"
-            yield from (f"  {line}" for line in cell["differences"])
+            region = human_region(cell["nearest_region"])
+            yield f"  nearest stored entry: {cell['nearest']} (region {region}); the spec / that entry:"
+            yield from (f"    {line}" for line in cell["differences"])

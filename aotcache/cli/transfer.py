@@ -20,7 +20,7 @@ from aotcache.cli.output import (
     human_region,
     print_lines,
 )
-from aotcache.errors import ConfigError, NotStored, StoreError
+from aotcache.errors import ConfigError, NotStored, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.store import Entry, Store, open_store
 
@@ -164,7 +164,8 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
         emit_json({"store": opened.url, "ok": not bad, "entries": results})
     else:
         lines = [f"{r['key']} {r['variant']}: {problem}" for r in bad for problem in r["problems"]]
-        print_lines([*lines, f"{len(results) - len(bad)} of {len(results)} entries in {opened.url} are good"])
+        good = f"{len(results) - len(bad)} of {len(results)} entries in {opened.url} are good"
+        print_lines([*lines, good if results else f"nothing is stored in {opened.url}"])
     if bad:
         raise typer.Exit(1)
 
@@ -178,7 +179,7 @@ def _problems(store: Store, entry: Entry, scratch: Path) -> list[str]:
             path = scratch / entry.manifest.digest
             if not path.exists():
                 store.fetch(entry.manifest.digest, path)
-    except StoreError as error:
+    except (StoreError, RejectedArtifact) as error:
         return [str(error)]
     size = path.stat().st_size
     if size != entry.manifest.size:

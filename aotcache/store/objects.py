@@ -56,6 +56,8 @@ def open_store(url: str | os.PathLike[str] | None = None) -> Store:
             f"store {text!r}: scheme {parts.scheme!r} is not supported; "
             f"expected a path, file:///path or one of {', '.join(s + '://' for s in BUCKETS)}"
         )
+    if root.exists() and not root.is_dir():
+        raise StoreError(f"store {text!r}: {root} is a file, expected a directory, or a path to make one at")
     return ObjectStore(root.as_uri(), FileClient(root, trust_shared=current.trust_shared_store))
 
 

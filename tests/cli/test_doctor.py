@@ -52,6 +52,16 @@ def test_doctor_fails_where_the_home_cannot_be_written(run: Any, monkeypatch: py
     assert "AOTCACHE_HOME" in findings(done.json, "home")[0]["detail"]
 
 
+def test_doctor_fails_on_a_store_that_workers_refuse(run: Any, store: Store, tmp_path: Path) -> None:
+    publish(store, tmp_path)
+    (tmp_path / "store").chmod(0o777)
+    done = run("doctor", "--store", store.url, "--json")
+    assert done.code == 1
+    (found,) = findings(done.json, "store")
+    assert "has mode 0777" in found["detail"]
+    assert "chmod go-w" in found["detail"]
+
+
 def test_doctor_fails_on_a_store_that_cannot_be_opened(run: Any) -> None:
     done = run("doctor", "--store", "ftp://somewhere", "--json")
     assert done.code == 1

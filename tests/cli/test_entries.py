@@ -112,3 +112,12 @@ def test_why_names_the_reason_of_a_rejection(run: Any, store: Store, tmp_path: P
     assert variant["accepted"] is False
     assert any("avx1024" in reason for reason in variant["reasons"])
     assert any("1.0.0" in reason for reason in variant["reasons"])
+
+
+def test_an_empty_store_is_told_and_a_file_is_none(run: Any, tmp_path: Path) -> None:
+    for command in ("ls", "verify"):
+        assert run(command, "--store", tmp_path / "none").out.startswith("nothing is stored in file://")
+    (tmp_path / "file").write_text("text")
+    done = run("ls", "--store", tmp_path / "file")
+    assert done.code == 1
+    assert "is a file, expected a directory" in done.err
