@@ -114,7 +114,13 @@ def _provenances(store: Store) -> Iterator[Manifest]:
 
 def _expected(cell: Cell, known: list[Manifest]) -> float | None:
     """Seconds of the like build that resembles the cell most: same mode, then region, then bucket."""
-    alike = [m for m in known if m.mode == cell.mode and m.target.device == cell.target.device]
+    alike = [
+        m
+        for m in known
+        if m.mode == cell.mode
+        and m.target.device == cell.target.device
+        and "compile" in m.provenance.seconds  # not taken from an identical graph
+    ]
     if not alike:
         return None
     nearest = max(
