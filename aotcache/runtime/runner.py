@@ -112,7 +112,7 @@ class Library:
             self.create = library[_CREATE]
             self.delete = library[_DELETE]
             self._run = library[_RUN]
-            self._error = library[_LAST_ERROR]
+            self._error = getattr(library, _LAST_ERROR, None)
             counts = [library[_INPUTS], library[_OUTPUTS]]
         except (OSError, AttributeError) as error:
             hint = ""
@@ -155,6 +155,8 @@ class Library:
 
     def last_error(self) -> str:
         """What the library said of its last failure in this thread."""
+        if self._error is None:
+            return "torch before 2.12 prints the reason to stderr"
         message = ctypes.c_char_p()
         if self._error(ctypes.byref(message)) or not message.value:
             return "no message"
