@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import select
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -246,8 +249,21 @@ def _plain(details: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _end_with_parent(requests: int) -> None:
+    """From now on, end this process and its compilers once the parent is gone, however it went."""
+    parent = select.poll()
+    parent.register(requests, 0)  # hanging up is always reported, and nothing else is asked for
+
+    def watch() -> None:
+        parent.poll()
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="aotcache-parent", daemon=True).start()
+
+
 def main(arguments: list[str]) -> None:
     """Entry point: two pipe descriptors, requests and answers."""
+    _end_with_parent(int(arguments[0]))
     requests = os.fdopen(int(arguments[0]), encoding="utf-8")
     answers = os.fdopen(int(arguments[1]), "w", encoding="utf-8")
 

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,27 @@ def test_a_builder_that_dies_is_an_error_with_its_log(
         assert _gone(int(told.read_text()))
     assert not list(home.glob("warm-*"))
     assert not list(aotcache.open_store(str(tmp_path / "store")).list())
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_builder_ends_with_its_parent(tmp_path: Path, home: Path, how: signal.Signals) -> None:
+    told = tmp_path / "pid"
+    spec = write_spec(tmp_path, "build_then", ["train"], what="hang", pid_file=str(told))
+    warm = subprocess.Popen(
+        [sys.executable, "-c", "import aotcache, sys; aotcache.warm(sys.argv[1])", str(spec)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    _until(lambda: told.exists() and told.read_text() != "")
+    assert not _gone(int(told.read_text()))
+    warm.send_signal(how)
+    assert warm.wait(60) == -how
+    _until(lambda: _gone(int(told.read_text())))
+
+
+def _until(true: Callable[[], bool]) -> None:
+    """Wait for it; the test's own limit ends what never comes."""
+    while not true():
+        time.sleep(0.05)
 
 
 _KILLED = """
