@@ -66,7 +66,11 @@ print(json.dumps({"unpackings": len(unpacked), "folders": len(next(iter(unpacked
 )
 
 _BARE = (
-    _HEAD
+    """
+import sys
+sys.modules["triton"] = None  # importing it fails, as where it is not installed
+"""
+    + _HEAD
     + """
 import shutil
 model = probe.build()
@@ -75,7 +79,6 @@ with aotcache.attach(model, spec, store=store) as handle:
     stats = handle.stats()
 print(json.dumps({
     "compiler": shutil.which("g++") or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang"),
-    "triton": "triton" in sys.modules,
     "half": sorted(m for m in sys.modules if m.startswith(("aotcache.compile", "aotcache.build"))),
     "loss": float(loss), "hits": stats["hits"], "traces": stats["traces"],
     "runners": sorted({r["runner"] for r in stats["regions"].values()}),
@@ -124,7 +127,6 @@ def test_a_worker_needs_no_compiler(probe: Probe, tmp_path: Path) -> None:
         _BARE, probe.spec, probe.store, AOTCACHE_HOME=str(tmp_path / "home"), PATH=str(empty), CC="", CXX=""
     )
     assert found["compiler"] is None
-    assert not found["triton"]
     assert found["half"] == []
     assert (found["hits"], found["traces"], found["runners"]) == (3, 0, ["native"])
     torch.manual_seed(3)
