@@ -159,7 +159,14 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
     """
     where = f"region {call.region.name!r} ({call.mode}), key {call.parts.key}"
     lines = [f"no artifact for {where}: {reason} (store {store.url})"]
-    found = nearest(call.parts, (m for m in store.list() if m.mode == call.mode))
+    entries = list(store.entries())
+    lines += [
+        f"what lies there for {entry.variant} cannot be used: {entry.problem}"
+        for entry in entries
+        if entry.key == call.parts.key and entry.problem is not None
+    ]
+    usable = (e.manifest for e in entries if e.manifest is not None and e.problem is None)
+    found = nearest(call.parts, (m for m in usable if m.mode == call.mode))
     manifest, differences = found or (None, [])
     if manifest is None:
         lines.append(f"the store holds no {call.mode} entry")
