@@ -157,6 +157,16 @@ def flatten_output(value: Any, tensors: list[torch.Tensor], region: str) -> Temp
     )
 
 
+def positions(template: Template) -> set[int]:
+    """The slots that a result template takes its tensors from."""
+    match template:
+        case TensorAt(index):
+            return {index}
+        case Items(_, items) | Entries(_, items):
+            return set().union(*(positions(item) for item in items))
+    return set()
+
+
 def to_json(template: Template) -> Any:
     """A result template as JSON: {"t": slot}, {"c": constant}, {"tuple": [...]}, ..."""
     match template:

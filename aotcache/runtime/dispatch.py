@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from aotcache.errors import ManifestError
 from aotcache.graph import ambient, tree
 from aotcache.graph.region import Call
 from aotcache.graph.strides import has_strides
 from aotcache.runtime.memory import is_aligned, is_materialised, relayout
 
 if TYPE_CHECKING:
+    from aotcache.manifest import Manifest
     from aotcache.runtime.function import Executable
 
 # private torch names, tried on 2.13.0
@@ -91,9 +93,14 @@ class Record:
 
 
 def make_record(call: Call, executable: Executable) -> Record:
-    """A record for calls like `call`, to be run by `executable`."""
+    """A record for calls like `call`, to be run by `executable`.
+
+    Raises:
+        ManifestError: the manifest describes another call than the one its key stands for.
+    """
     manifest = executable.manifest
     template = tree.from_json(manifest.output_tree)
+    _require_fits(call, manifest, template)
     changes = tuple(
         (i, tuple(slot.stride))
         for i, (tensor, slot) in enumerate(zip(call.tensors, manifest.inputs, strict=True))
@@ -112,6 +119,29 @@ def make_record(call: Call, executable: Executable) -> Record:
         relayout=changes,
         run=executable.train if call.mode == "train" else executable.infer,
         build=_builder(template),
+    )
+
+
+def _require_fits(call: Call, manifest: Manifest, template: tree.Template) -> None:
+    """Beyond this a tensor that is another than the graph's slot would be read as if it were that one."""
+    wanted = [(name, *_metadata(tensor)) for name, tensor in zip(call.names, call.tensors, strict=True)]
+    slots = [(slot.name, slot.dtype, tuple(slot.shape)) for slot in manifest.inputs]
+    if slots != wanted:
+        differing = [(w, s) for w, s in zip(wanted, slots, strict=False) if w != s]
+        expected, found = differing[0] if differing else (f"{len(wanted)} inputs", f"{len(slots)}")
+        raise _no_fit(manifest, f"its inputs are not those of the call: expected {expected}, found {found}")
+    if not tree.positions(template) <= {*range(len(manifest.outputs))}:
+        raise _no_fit(manifest, f"its result names a tensor beyond its {len(manifest.outputs)} outputs")
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _no_fit(manifest: Manifest, why: str) -> ManifestError:
+    return ManifestError(
+        f"the manifest of key {manifest.key} does not fit its key: {why}; delete the entry and warm it again",
+        key=manifest.key,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from aotcache.errors import CallRefused
+from aotcache.errors import CallRefused, ManifestError
 from aotcache.manifest import Manifest, OutputSlot
 from aotcache.runtime.memory import is_aligned, is_materialised, relayout
 from aotcache.runtime.runner import Runner
@@ -43,6 +43,9 @@ class Executable:
     Args:
         manifest: Its manifest.
         forward, backward: Its graphs; no backward for `infer`.
+
+    Raises:
+        ManifestError: the manifest's pair names slots that it does not have.
     """
 
     def __init__(self, manifest: Manifest, forward: Runner, backward: Runner | None) -> None:
@@ -54,6 +57,7 @@ class Executable:
         )
         self._pick_others = _picker([i for i, slot in enumerate(manifest.inputs) if not slot.requires_grad])
         if backward is not None:
+            _require_slots(manifest)
             self._apply = _apply_of(_make_function(manifest, forward, backward))
 
     def infer(self, tensors: list[torch.Tensor]) -> list[Any]:
@@ -71,6 +75,20 @@ class Executable:
             tensors: One per input slot, as the manifest describes them.
         """
         return list(self._apply(self._pick_others(tensors), *self._pick_differentiable(tensors)))
+
+
+def _require_slots(manifest: Manifest) -> None:
+    pair = manifest.pair
+    if (
+        pair is None
+        or not {*pair.saved_inputs, *pair.gradients} <= {*range(len(manifest.inputs))}
+        or not {*pair.saved_outputs, *pair.tangents} <= {*range(len(manifest.outputs))}
+    ):
+        raise ManifestError(
+            f"the manifest of key {manifest.key} has {len(manifest.inputs)} inputs and {len(manifest.outputs)} "
+            f"outputs, but its pair is {pair}; delete the entry and warm it again",
+            key=manifest.key,
+        )
 
 
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import aotcache
-from aotcache.errors import ArtifactMiss, CallRefused, ConfigError
+from aotcache.errors import ArtifactMiss, CallRefused, ConfigError, ManifestError
+from aotcache.runtime import registry
 from tests.runtime.conftest import Outcome, Probe, agree, outcome
 
 pytestmark = pytest.mark.slow
@@ -425,6 +430,30 @@ def test_saved_tensors_may_be_offloaded_and_come_back_in_another_layout(probe: P
             hidden, _ = attached.probes[0](*args, **kwargs)
         with pytest.raises(CallRefused, match=r"hook gave back torch\.float64"):
             hidden.sum().backward()
+
+
+@pytest.mark.parametrize("change", ["inputs", "result", "pair"])
+def test_a_manifest_that_does_not_fit_its_key_is_refused(
+    probe: Probe, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_opened", {})
+    shutil.copytree(url2pathname(urlsplit(probe.store).path), tmp_path / "store")
+    for path in (tmp_path / "store" / "refs").glob("*/*/*.json"):
+        manifest = json.loads(path.read_bytes())
+        if change == "inputs":
+            manifest["inputs"].reverse()
+        elif change == "result":
+            manifest["output_tree"] = {"t": len(manifest["outputs"])}
+        elif manifest["pair"]:
+            manifest["pair"]["gradients"][0] = 99
+        path.write_text(json.dumps(manifest))
+    model = probe.module.build()
+    args, kwargs = probe.region_call()
+    with (
+        aotcache.attach(model, probe.spec, store=str(tmp_path / "store")),
+        pytest.raises(ManifestError, match="manifest of key"),
+    ):
+        model.probes[0](*args, **kwargs)
 
 
 def test_a_wrong_lock_or_option_is_refused(probe: Probe) -> None:
