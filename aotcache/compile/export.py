@@ -150,7 +150,7 @@ class _Flat(nn.Module):
             return self.fn(*tensors)
 
 
-def fresh_examples(examples: Sequence[torch.Tensor], *, train: bool) -> tuple[torch.Tensor, ...]:
+def fresh_examples(examples: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Copies that are views of nothing, with the same values, sizes and strides.
 
     A view would make its base's sizes symbolic. Fake tensors and tensors on the meta
@@ -162,7 +162,7 @@ def fresh_examples(examples: Sequence[torch.Tensor], *, train: bool) -> tuple[to
         with torch.no_grad():
             copy = blank(example, device="cpu" if example.is_meta else example.device)
             write_values(copy, None if virtual else example.detach())
-        fresh.append(copy.requires_grad_(train and example.requires_grad))
+        fresh.append(copy.requires_grad_(example.requires_grad))
     return tuple(fresh)
 
 
@@ -178,7 +178,7 @@ def export_flat(
     Args:
         fn: The call. Its result may hold None, which gets no output slot.
         examples: One tensor per argument; those with `requires_grad` get a gradient
-            when `train`. No two may be the same tensor.
+            when `train`, and say so to code that asks. No two may be the same tensor.
         names: One name per argument, for messages.
         region: The region's name, for messages.
         train: Whether a backward is to follow.
@@ -191,7 +191,7 @@ def export_flat(
             operator and the line of the model's source.
         CompileFailed: if export fails for any other reason.
     """
-    inputs = fresh_examples(examples, train=train)
+    inputs = fresh_examples(examples)
     where = f"region {region!r}"
     try:
         flat = _Flat(fn)

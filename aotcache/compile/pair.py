@@ -148,7 +148,7 @@ def make_pair(
         )
     with ExitStack() as stack, torch.enable_grad(), clean_trace():
         try:
-            joint = _joint_graph(stack, module, fresh_examples(examples, train=True))
+            joint = _joint_graph(stack, module, fresh_examples(examples))
         except Exception as error:
             raise CompileFailed(
                 f"region {region!r}: the joint trace of forward and backward failed: "

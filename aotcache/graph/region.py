@@ -63,8 +63,13 @@ class Call:
     training: tuple[bool, ...]
 
     def requires_grad(self) -> list[bool]:
-        """Per slot, whether a gradient is wanted."""
-        return [self.mode == "train" and t.requires_grad for t in self.tensors]
+        """Per slot, whether a gradient is wanted, or code looks whether one could be."""
+        seen = self.mode == "train" or _reads_requires_grad(self.static)
+        return [seen and t.requires_grad for t in self.tensors]
+
+    def describe(self, tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> str:
+        """A tensor of the call as the key sees it, with its own strides unless others are given."""
+        return _describe_tensor(self.static, self.mode, tensor, strides)
 
 
 class Region:
@@ -165,7 +170,9 @@ class Region:
         names += flattener.names
         grad = torch.is_grad_enabled()
         mode: Mode = "train" if grad and any(t.requires_grad for t in tensors) else "infer"
-        metadata = [(f"slot {i} {names[i]}", describe_tensor(t, mode)) for i, t in enumerate(tensors)]
+        metadata = [
+            (f"slot {i} {names[i]}", _describe_tensor(static, mode, t)) for i, t in enumerate(tensors)
+        ]
         own = len(tensors) - len(flattener.tensors)
         device = _device_type(self.name, names, tensors)
         ambient_items = ambient.read(device).items()
@@ -284,6 +291,17 @@ class Region:
             return self.forward(*bound.args, **bound.kwargs)
 
 
+def _reads_requires_grad(static: Static) -> bool:
+    return "requires_grad" in static.reads.names
+
+
+def _describe_tensor(
+    static: Static, mode: Mode, tensor: torch.Tensor, strides: tuple[int, ...] | None = None
+) -> str:
+    # Code may ask a weight under no_grad whether it is trained, too.
+    return describe_tensor(tensor, "train" if _reads_requires_grad(static) else mode, strides)
+
+
 def _of_class(module: nn.Module) -> Callable[..., Any]:
     """The forward that the module's class gives it now."""
     found = inspect.getattr_static(type(module), "forward").__get__(module, type(module))
@@ -332,7 +350,7 @@ def contiguous_parts(call: Call) -> KeyParts:
     for i, tensor in enumerate(call.tensors):
         if call.kinds[i] in ("input", "lifted"):
             name = f"slot {i} {call.names[i]}"
-            texts[name] = describe_tensor(tensor, call.mode, contiguous_strides(tuple(tensor.shape)))
+            texts[name] = call.describe(tensor, contiguous_strides(tuple(tensor.shape)))
     components = []
     for part in call.parts.components:
         if part.name == "call":

@@ -215,7 +215,7 @@ def test_examples_become_fresh_tensors_of_the_same_layout() -> None:
     ]
     with FakeTensorMode():
         given.append(torch.empty(3, 2))
-    fresh = fresh_examples(given, train=True)
+    fresh = fresh_examples(given)
     for old, new in zip(given, fresh, strict=True):
         assert type(new) is torch.Tensor
         assert new._base is None
@@ -224,4 +224,14 @@ def test_examples_become_fresh_tensors_of_the_same_layout() -> None:
     for old, new in zip(given[:5], fresh, strict=False):
         assert torch.equal(old, new)
         assert old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr()
-    assert not any(t.requires_grad for t in fresh_examples(given, train=False))
+
+
+def test_code_that_asks_a_weight_whether_it_is_trained_gets_the_answer_without_gradients_too() -> None:
+    def asks(x):
+        return (x * 2 if x.requires_grad else x + 1,)
+
+    for trained in (True, False):
+        x = torch.randn(3, requires_grad=trained)
+        program = export_flat(asks, [x], ["x"], region="r", train=False)
+        with torch.no_grad():
+            assert torch.equal(program.module()(x)[0], asks(x)[0])

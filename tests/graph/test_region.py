@@ -384,6 +384,26 @@ def test_flattening_keeps_no_tensor_of_the_described_call_alive() -> None:
     assert still_true()
 
 
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.weight.requires_grad else x + 0
+
+
+def test_whether_a_weight_is_trained_counts_without_gradients_where_code_asks() -> None:
+    asks, layer = Asks(), make_layer()
+    with torch.no_grad():
+        before, other = describe(asks, torch.ones(3)), base_call(layer)
+        assert before.requires_grad() == [True, False]
+        asks.requires_grad_(False)
+        layer.requires_grad_(False)
+        assert describe(asks, torch.ones(3)).parts.key != before.parts.key
+        assert base_call(layer).parts.key == other.parts.key
+
+
 def test_ambient_state_of_the_thread_counts() -> None:
     layer = make_layer()
     plain = base_call(layer)
