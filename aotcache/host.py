@@ -59,8 +59,8 @@ def host_target(device: str = "cpu") -> Target:
 
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device {device!r} asked for, but torch {torch.__version__} sees no CUDA device; "
-            "name a target such as cuda:sm_90 to build for another machine's"
+            f"device {device!r} asked for, but torch {torch.__version__} sees no CUDA device; use cpu, or a "
+            "torch built for CUDA on a machine that has one"
         )
     if index and not (index.isdigit() and int(index) < torch.cuda.device_count()):
         raise ConfigError(f"device {device!r} does not exist; torch sees {torch.cuda.device_count()}")

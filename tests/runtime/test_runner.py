@@ -200,7 +200,7 @@ def test_what_needs_torchs_loader_goes_on_after_an_error(proxied: Artifact) -> N
     assert call(2.0) == [5.0]
     for _ in range(3):
         # torch 2.11 prints the operator's own message and raises another.
-        with pytest.raises(CallRefused, match="the first entry is negative|run_func_"):
+        with pytest.raises(CallRefused, match=r"the first entry is negative|run_func_"):
             call(-1.0)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(call, [1.0] * 40)) == [[3.0]] * 40
