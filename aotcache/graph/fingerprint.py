@@ -396,15 +396,14 @@ class Walker(Findings):
         if is_trusted_class(cls):
             return
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-        if file is not None:
-            digest = file_digest(file)
-            if digest is not None:
-                self.files.setdefault(digest, file)
+        if file is not None and (digest := file_digest(file)) is not None:
+            self.files.setdefault(digest, file)
         if deep:
             self.methods(path, cls)
 
     def methods(self, path: str, cls: type, *, leave_out: frozenset[str] = frozenset()) -> None:
         """The members of a class, inherited ones included, that code on the way names or syntax calls."""
+        self.checks.attribute(cls, "__mro__", cls.__mro__)
         before: list[type] = []
         for base in cls.__mro__:
             if origin(base) in ("torch", "stdlib"):

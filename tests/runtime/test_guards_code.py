@@ -388,6 +388,25 @@ def test_how_a_module_gives_its_attributes_is_in_the_key(monkeypatch: pytest.Mon
     assert region.describe((x,), {}).parts.key != before
 
 
+def test_other_bases_of_a_class_are_noticed() -> None:
+    class Doubles:
+        def helper(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    class Keeps:
+        def helper(self, x: Tensor) -> Tensor:
+            return x + 0
+
+    class Mixed(Keeps, nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.helper(x)
+
+    region, x = Region("mixed", Mixed(), {}), torch.randn(2)
+    before = region.describe((x,), {}).parts.key
+    Mixed.__bases__ = (Doubles, nn.Module)
+    assert region.describe((x,), {}).parts.key != before
+
+
 def test_the_order_of_submodules_is_noticed() -> None:
     module, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(2)
     region = Region("sequential", module, {})
