@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ _LONG = ("cases", "integration", "build")
 def _home_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Points AOTCACHE_HOME, also of child processes, away from the user's own cache."""
     home = tmp_path_factory.mktemp("aotcache-home")
+    # Precompiled headers of torch's, which all processes of a run share.
+    headers = (home.parents[1] if "PYTEST_XDIST_WORKER" in os.environ else home.parent) / "headers"
+    headers.mkdir(mode=0o700, exist_ok=True)
+    (home / "headers").symlink_to(headers)
     patch = pytest.MonkeyPatch()
     patch.setenv("AOTCACHE_HOME", str(home))
     patch.delenv("AOTCACHE_STORE", raising=False)
@@ -46,7 +51,7 @@ def warmed(_home_of_this_run: Path) -> Callable[..., str]:
         loaded = aotcache.load_spec(spec) if isinstance(spec, str | Path) else spec
         mark = (str(loaded.path), repr(options))
         if mark not in done:
-            report = aotcache.warm(loaded, jobs=2, **options)
+            report = aotcache.warm(loaded, **options)
             assert report.ok, [str(built.error) for built in report.failed]
             done[mark] = aotcache.open_store(options.get("store")).url
         return done[mark]
@@ -54,17 +59,21 @@ def warmed(_home_of_this_run: Path) -> Callable[..., str]:
     return warm
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one folder run in one process (`make test` starts several), the long folders first."""
-    tests = Path(__file__).parent
+    """The long folders first, so that none is left for one process at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in _LONG)
 
-    def folder(item: pytest.Item) -> str:
-        return str(item.path.parent.relative_to(tests))
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(folder(item)))
-    items.sort(key=lambda item: folder(item) not in _LONG)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one folder run in one process (`make test` starts several): they share what they compile."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0].rpartition("/")[0]
+
+    return ByFolder(config, log)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

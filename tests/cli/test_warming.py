@@ -76,6 +76,14 @@ class Done:
 
 Aotcache = Callable[..., Done]
 
+_PROGRAM = """
+import signal
+# Ignored where the tests were started in the background of a script.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from aotcache.cli import main
+main()
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -91,7 +99,7 @@ def aotcache(folder: Path) -> Aotcache:
 
     def run(*arguments: str) -> Done:
         done = subprocess.run(
-            [sys.executable, "-c", "from aotcache.cli import main; main()", *arguments],
+            [sys.executable, "-c", _PROGRAM, *arguments],
             capture_output=True,
             text=True,
             check=False,
@@ -163,7 +171,7 @@ def test_a_second_warm_says_that_all_is_covered(story: dict[str, Done]) -> None:
 def test_ctrl_c_ends_a_warm_without_calling_it_a_failure(
     aotcache: Aotcache, folder: Path, tmp_path: Path
 ) -> None:
-    source = DRAFTER + "\nimport os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n"
+    source = DRAFTER + "\nimport os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / "warmed_drafter.py").write_text(source)
     (tmp_path / "drafter.toml").write_text(SPEC)
     done = aotcache("warm", str(tmp_path / "drafter.toml"))

@@ -134,20 +134,21 @@ def test_containers_go_with_their_threads(forward: Library) -> None:
     assert _containers() == before
 
 
-def test_twenty_thousand_calls_leak_nothing(forward: Library) -> None:
+def test_thirty_thousand_calls_leak_nothing(forward: Library) -> None:
     tensors = inputs(grad=False)
 
     def megabytes() -> float:
         gc.collect()
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
-    for _ in range(2_000):
-        forward.run(tensors)
-    before = megabytes()
-    for _ in range(20_000):
-        forward.run(tensors)
-    # One leaked output of each call would be 15 MB, one leaked handle of each input and output 1 MB.
-    assert megabytes() - before < 4
+    def grown() -> float:
+        before = megabytes()
+        for _ in range(10_000):
+            forward.run(tensors)
+        return megabytes() - before
+
+    # One leaked output of each call would be 7.5 MB in every round; the allocator's own growth ends.
+    assert min(grown() for _ in range(3)) < 2
 
 
 def test_a_failing_call_keeps_none_of_its_inputs(forward: Library) -> None:
