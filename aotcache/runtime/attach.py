@@ -134,17 +134,29 @@ def _nothing() -> None:
     """What an attachment becomes in a pickle."""
 
 
+def _references(holder: dict[str, Any]) -> int:
+    attachment = holder.get(ATTACHED)
+    return sys.getrefcount(attachment)
+
+
+_ALONE = _references({ATTACHED: object()})
+"""References to an attachment, as `forward` counts them, that one module's dictionary alone holds.
+
+Counting them costs a tenth of asking who called, which is done where there are more."""
+
+
 def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """The bound method that stands in an attached module's place of `forward`."""
     attachment: Attachment | None = self.__dict__.get(ATTACHED)
-    caller = sys._getframe(1)
-    if caller.f_code is _CALL:
-        called = caller.f_locals["self"]
-        if called is not self and called.__dict__.get(ATTACHED) is attachment:
-            # A copy of the dictionary (copy.copy, replicas of DataParallel) brought this method along, bound
-            # to the module that was copied, whose weights are others.
-            self = called
-            self.__dict__["forward"] = types.MethodType(forward, self)
+    if sys.getrefcount(attachment) > _ALONE:
+        caller = sys._getframe(1)
+        if caller.f_code is _CALL:
+            called = caller.f_locals["self"]
+            if called is not self and called.__dict__.get(ATTACHED) is attachment:
+                # A copy of the dictionary (copy.copy, replicas of DataParallel) brought this method along,
+                # bound to the module that was copied, whose weights are others.
+                self = called
+                self.__dict__["forward"] = types.MethodType(forward, self)
     if attachment is None:
         # Detached since the caller took hold of this method.
         return type(self).forward(self, *args, **kwargs)
