@@ -12,14 +12,14 @@ import shlex
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from aotcache import compat, host
+from aotcache import host
 from aotcache.config import Settings
 from aotcache.errors import ArtifactMiss, CallRefused, ConfigError, Unfingerprintable, UnsupportedGraph
 from aotcache.graph import ambient
@@ -27,6 +27,7 @@ from aotcache.graph.capture import find_regions
 from aotcache.graph.region import Region
 from aotcache.graph.structure import ATTACHED
 from aotcache.lockfile import LockedCell, lock_path, read_lock
+from aotcache.runtime import prefetch as prefetching
 from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing
 from aotcache.runtime.dispatch import Records, make_record
@@ -34,10 +35,10 @@ from aotcache.runtime.resolve import Resolver, explain
 from aotcache.runtime.stats import Stats
 from aotcache.spec import Spec, load_spec
 from aotcache.store import open_store
-from aotcache.types import CacheKey, Miss
+from aotcache.types import Miss
 
 if TYPE_CHECKING:
-    from aotcache.manifest import Manifest
+    from aotcache.runtime.prefetch import Group
     from aotcache.store.base import Store
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Attachment:
         self.handle = handle
         self.region = Region(name, module, handle.options, original)
         self.records = Records()
+        handle.remember(self)
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -193,6 +195,7 @@ class Handle:
         self._wire = wire
         self._told: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
+        self._attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
         self._attached: list[nn.Module] = []
         for region in regions:
             self._put(region.module, Attachment(region.name, region.module, region.forward, self))
@@ -201,6 +204,11 @@ class Handle:
         module.__dict__[ATTACHED] = attachment
         module.__dict__["forward"] = types.MethodType(forward, module)
         self._attached.append(module)
+
+    def remember(self, attachment: Attachment) -> None:
+        """Attachments of modules and of their copies, as long as these live."""
+        with self._lock:
+            self._attachments.add(attachment)
 
     def first_time(self, region: str, reason: str) -> bool:
         """Whether a region was not yet reported for this reason."""
@@ -214,43 +222,39 @@ class Handle:
         region and in total, and the traces that the tripwire saw. A copy."""
         return self.counters.snapshot(traces=self._wire.receipt.total if self._wire is not None else 0)
 
-    def prefetch(self) -> dict[str, Any]:
+    def prefetch(self, *, group: Group | None = None) -> dict[str, Any]:
         """Open everything the lock file names, in parallel; without a lock file, every
         stored artifact made from this drafter's code. Returns `stats()`.
 
+        With a group, all its ranks must call this, before their first step: they exchange what
+        each of them has and run the same archives from then on. What any rank lacks is an error
+        on all of them, the same one, or with `on_miss="eager"` runs eagerly on all of them.
+
+        Args:
+            group: A `torch.distributed.ProcessGroup`, or "world"; its timeout counts.
+
         Raises:
             ArtifactMiss: the lock file names a cell for which the store has nothing that this
-                host can run.
+                host can run (`on_miss="raise"`); in a group: any rank lacks what another has.
+            ConfigError: this rank is not in the group.
+            AotcacheError: in a group, what failed on any rank.
         """
-        manifests = self._wanted()
-        self.resolver.know(manifests)
-        with ThreadPoolExecutor(max_workers=8, thread_name_prefix="aotcache-prefetch") as pool:
-            list(pool.map(self.resolver.open, manifests))
+        reasons = prefetching.prefetch(
+            self.resolver,
+            [m.__dict__[ATTACHED].region for m in self._attached],
+            self._lock_cells,
+            on_miss=self.on_miss,
+            warm_line=self.warm_line,
+            group=group,
+        )
+        with self._lock:
+            everywhere = list(self._attachments)
+        for attachment in everywhere:
+            if group is not None:
+                attachment.records = Records()  # what ran before may be what nobody is to run now
+            for reason in reasons:
+                self.first_time(attachment.name, reason)  # all of them were logged as one
         return self.stats()
-
-    def _wanted(self) -> list[Manifest]:
-        by_key: dict[CacheKey, list[Manifest]] = {}
-        if self._lock_cells is not None:
-            digests = {cell.digest for cell in self._lock_cells}
-            for key, manifests in self.resolver.store.resolve({c.key for c in self._lock_cells}).items():
-                by_key[key] = [m for m in manifests if m.digest in digests]
-        else:
-            codes = {m.__dict__[ATTACHED].region.static().code.digest for m in self._attached}
-            for manifest in self.resolver.store.list():
-                if manifest.component("code").digest in codes:
-                    by_key.setdefault(manifest.key, []).append(manifest)
-        found = {key: compat.best(group, self.resolver.facts) for key, group in by_key.items()}
-        if self._lock_cells is not None:
-            # A lock file may name several targets for one key; this host needs one of them.
-            for cell in self._lock_cells:
-                answer = found[cell.key]
-                if isinstance(answer, compat.Rejected):
-                    raise ArtifactMiss(
-                        f"the lock file names {cell}, and the store has nothing for its key {cell.key} that this "
-                        f"host can run: {answer}; run: {self.warm_line}",
-                        key=cell.key,
-                    )
-        return [m for m in found.values() if not isinstance(m, compat.Rejected)]
 
     def refresh(self) -> None:
         """Look at the store again for what was missing so far."""

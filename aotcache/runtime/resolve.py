@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,7 @@ class Resolver:
         self.stats = stats
         self._answers: dict[CacheKey, Resolved | Miss] = {}
         self._known: dict[str, Manifest] = {}
+        self._denied: dict[CacheKey, str] = {}
         self._lock = threading.Lock()
 
     def resolve(self, call: Call) -> Resolved | Miss:
@@ -92,12 +93,15 @@ class Resolver:
             if isinstance(other, Resolved):
                 return other
         known = self._known.get(_strides_aside(call.parts))
-        if known is not None:
+        if known is not None and known.key not in self._denied:
             return self.open(known)
         return first
 
     def by_key(self, key: CacheKey) -> Resolved | Miss:
         """The best artifact stored under a key."""
+        denied = self._denied.get(key)
+        if denied is not None:
+            return Miss(denied)
         return self.best(self.store.lookup(key))
 
     def best(self, manifests: Iterable[Manifest]) -> Resolved | Miss:
@@ -131,6 +135,23 @@ class Resolver:
         with self._lock:
             for manifest in manifests:
                 self._known.setdefault(_strides_aside(manifest.parts), manifest)
+
+    def settle(
+        self, opened: Mapping[CacheKey, Resolved], denied: Mapping[CacheKey, str] | None = None
+    ) -> None:
+        """Serve what was opened without asking the store again, and leave what is denied.
+
+        Args:
+            opened: Answers from now on.
+            denied: Keys that are from now on as good as not stored, with the reason, also after
+                `forget_misses`. They take the place of those denied before; None leaves those.
+        """
+        if denied is not None:
+            self._denied = dict(denied)
+            self._answers = {}
+        with self._lock:
+            self._known = {text: m for text, m in self._known.items() if m.key not in self._denied}
+        self._answers = {**self._answers, **{k: a for k, a in opened.items() if k not in self._denied}}
 
     def forget_misses(self) -> None:
         """Look at the store again for what was missing."""
