@@ -51,7 +51,8 @@ class Drafter:
         factory: `module:name` of a callable that takes `kwargs` and returns the module.
         batch: `module:name` of a callable `(bucket, device) -> (args, kwargs)`.
         kwargs: Keyword arguments of the factory.
-        regions: fnmatch patterns of submodule names; `""` is the whole drafter.
+        regions: fnmatch patterns of submodule names; `""` is the whole drafter. Drop-in
+            functions (`aotcache.flex`) are found by themselves: none may be named for them alone.
         modes: What to build.
         dtype: The drafter's parameters are cast to it.
         context: `module:name` of a callable that returns a context manager under
@@ -62,7 +63,7 @@ class Drafter:
     factory: _Name
     batch: _Name
     kwargs: dict[str, Any] = field(default_factory=dict)
-    regions: Annotated[list[_Text], _Some] = field(default_factory=lambda: [""])
+    regions: list[_Text] = field(default_factory=lambda: [""])
     modes: Annotated[list[Mode], _Some] = field(default_factory=lambda: list(get_args(Mode)))
     dtype: DType = "float32"
     context: _Name | None = None
@@ -81,6 +82,10 @@ class CompileOptions:
 
     max_autotune: _Switch = False
     memory_budget: Annotated[float, Strict(), Field(ge=0, le=1)] = 1.0
+
+    def for_key(self) -> dict[str, Any]:
+        """All options with their defaults."""
+        return {"max_autotune": self.max_autotune, "memory_budget": self.memory_budget}
 
 
 @with_config(_RULES)
@@ -141,7 +146,7 @@ class Spec:
 
     def compile_options(self) -> dict[str, Any]:
         """The `[compile]` table with its defaults, for the key."""
-        return {"max_autotune": self.compile.max_autotune, "memory_budget": self.compile.memory_budget}
+        return self.compile.for_key()
 
     def targets(self, native: Callable[[], Target]) -> tuple[Target, ...]:
         """The targets to build for, each once.

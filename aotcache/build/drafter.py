@@ -11,6 +11,7 @@ from aotcache.buckets import Buckets
 from aotcache.compile.graphs import error_line
 from aotcache.errors import AotcacheError, CaptureError, CertificateFailed
 from aotcache.graph.capture import find_regions, materialise, recording
+from aotcache.graph.functions import function_regions
 from aotcache.graph.redirect import redirect_flex
 from aotcache.graph.region import Call
 from aotcache.runtime.dense import dense_attention
@@ -40,6 +41,7 @@ class Drafter:
             )
         self.model = materialise(model, self.device).to(getattr(torch, spec.drafter.dtype))
         self.regions = find_regions(self.model, spec.drafter.regions, spec.compile_options())
+        self.functions = function_regions(spec.compile_options())
 
     def capture(self, bucket: Mapping[str, int], mode: Mode) -> list[list[Call]]:
         """The calls of every region in one bucket: of two full batches, and of a shorter one padded.
@@ -81,7 +83,7 @@ class Drafter:
 
     def _run(self, batch: _Batch, mode: Mode) -> list[Call]:
         calls: list[Call] = []
-        with recording(self.regions, calls.append):
+        with recording(self.regions, calls.append, self.functions):
             self._forward(batch, mode)
         return calls
 
@@ -139,7 +141,7 @@ class Drafter:
         padded = (args, Buckets.from_spec(self.spec).pad(kwargs, sizes=short).batch)
         plain = self._forward(batch, mode)
         calls: list[Call] = []
-        with recording(self.regions, calls.append):
+        with recording(self.regions, calls.append, self.functions):
             what = f"drafter, given a batch of {short} that [axes] pads to {dict(bucket)},"
             result = self._forward(padded, mode, what=what)
         changed = _changed(plain, result)

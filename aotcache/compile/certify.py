@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import create_mask
 from aotcache.errors import CertificateFailed
 from aotcache.graph.redirect import redirect_flex
 from aotcache.graph.region import Call
+from aotcache.graph.strides import canonical_strides
 from aotcache.manifest import Certificate, Measurement
 from aotcache.runtime.dense import dense_attention
 from aotcache.runtime.function import Executable
@@ -86,7 +87,8 @@ def _values(call: Call, first: Call, index: int) -> list[torch.Tensor]:
     made = []
     generator = torch.Generator().manual_seed(1000 + index)
     for tensor, before, grad in zip(call.tensors, first.tensors, call.requires_grad(), strict=True):
-        value = tensor.detach().clone()
+        # In the compiled layout, which a clone has only where memory has no gaps.
+        value = tensor.new_empty_strided(tensor.shape, canonical_strides(tensor)).copy_(tensor.detach())
         if index and value.is_floating_point() and torch.equal(tensor, before):
             noise = torch.randn(value.shape, generator=generator).to(value)
             value += 0.1 * value.abs().mean() * noise

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from aotcache.errors import CaptureError, SpecError, UnsupportedGraph
+from aotcache.graph.functions import recording_functions
 from aotcache.graph.region import Call, Region
 from aotcache.graph.structure import ATTACHED
 
@@ -82,7 +83,8 @@ class _Recorder:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.region.describe(args, kwargs)
         drawn = _random_states()
-        result = self.original(*args, **kwargs)
+        with recording_functions(None):
+            result = self.original(*args, **kwargs)
         if _random_states() != drawn:
             raise UnsupportedGraph(
                 f"region {self.region.name!r}: its forward draws random numbers from `random` or `numpy.random`; "
@@ -120,8 +122,14 @@ def _record_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def recording(regions: Sequence[Region], on_call: Callable[[Call], None]) -> Iterator[None]:
+def recording(
+    regions: Sequence[Region],
+    on_call: Callable[[Call], None],
+    functions: Mapping[str, Region] | None = None,
+) -> Iterator[None]:
     """While open, `on_call` receives every call to a region, after it ran.
+
+    So it does with this thread's calls of `functions`, unless they are made by a region.
 
     Raises (from the call itself):
         UnsupportedGraph: a forward that changes its arguments or its own attributes.
@@ -130,8 +138,10 @@ def recording(regions: Sequence[Region], on_call: Callable[[Call], None]) -> Ite
     for region in regions:
         region.module.__dict__[ATTACHED] = _Recorder(region, on_call)
         region.module.__dict__["forward"] = types.MethodType(_record_forward, region.module)
+    recorders = {name: _Recorder(region, on_call) for name, region in (functions or {}).items()}
     try:
-        yield
+        with recording_functions(recorders or None):
+            yield
     finally:
         for region, forward in zip(regions, saved, strict=True):
             del region.module.__dict__[ATTACHED]

@@ -120,6 +120,11 @@ def redirect_flex(handler: FlexHandler) -> Iterator[None]:
         _patches.release()
 
 
+def is_redirected() -> bool:
+    """Whether this thread's flex attention is redirected now."""
+    return bool(_redirected.handlers)
+
+
 class _Intercept(TorchFunctionMode):
     """Runs the handler in place of the flex operator; lives for that one call only."""
 
@@ -269,4 +274,4 @@ class _Patches:
 
 _patches = _Patches()
 
-__all__ = ["FlexHandler", "redirect_flex"]
+__all__ = ["FlexHandler", "is_redirected", "redirect_flex"]

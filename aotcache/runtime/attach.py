@@ -24,6 +24,7 @@ from aotcache.config import Settings
 from aotcache.errors import ArtifactMiss, CallRefused, ConfigError, Unfingerprintable, UnsupportedGraph
 from aotcache.graph import ambient
 from aotcache.graph.capture import find_regions
+from aotcache.graph.functions import function_regions
 from aotcache.graph.region import Region
 from aotcache.graph.structure import ATTACHED
 from aotcache.lockfile import LockedCell, lock_path, read_lock
@@ -31,9 +32,10 @@ from aotcache.runtime import prefetch as prefetching
 from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing
 from aotcache.runtime.dispatch import Records, make_record
+from aotcache.runtime.flex import add_handle, remove_handle
 from aotcache.runtime.resolve import Resolver, explain
 from aotcache.runtime.stats import Stats
-from aotcache.spec import Spec, load_spec
+from aotcache.spec import CompileOptions, Spec, load_spec
 from aotcache.store import open_store
 from aotcache.types import Miss
 
@@ -199,6 +201,17 @@ class Handle:
         self._attached: list[nn.Module] = []
         for region in regions:
             self._put(region.module, Attachment(region.name, region.module, region.forward, self))
+        self.functions = {
+            name: Attachment(name, region.module, region.forward, self)
+            for name, region in function_regions(options).items()
+        }
+        self.attached = False
+
+    def enter(self) -> Handle:
+        """From now on, the calling thread's calls of `aotcache.flex` are this handle's."""
+        self.attached = True
+        add_handle(self)
+        return self
 
     def _put(self, module: nn.Module, attachment: Attachment) -> None:
         module.__dict__[ATTACHED] = attachment
@@ -262,6 +275,9 @@ class Handle:
 
     def detach(self) -> None:
         """Give every module its own forward back. Calls that run meanwhile end as they began."""
+        if self.attached:
+            self.attached = False
+            remove_handle(self)
         for module in self._attached:
             attachment = module.__dict__.pop(ATTACHED, None)
             if attachment is None:
@@ -347,6 +363,21 @@ def attach(
         warm_line=shlex.join(
             ["aotcache", "warm", str(spec.path), *([] if store is None else ["--store", opened.url])]
         ),
+    ).enter()
+
+
+def unattached() -> Handle:
+    """What runs drop-in functions in a program that attaches nothing: the configured store, default options."""
+    settings, counters = Settings(), Stats()
+    return Handle(
+        (),
+        Resolver(open_store(None), settings.home, host.host_facts(), None, counters),
+        options=CompileOptions().for_key(),
+        on_miss="raise",
+        counters=counters,
+        lock_cells=None,
+        wire=None,
+        warm_line="aotcache warm <spec>",
     )
 
 
