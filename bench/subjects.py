@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from aotcache.spec import Spec
 
 _FILES = (
+    "bench/flex.toml",
+    "bench/flex_calls.py",
     "bench/layer.py",
     "bench/layer.toml",
     "bench/lengths.toml",
