@@ -35,6 +35,10 @@ class Settings(BaseSettings):
         lock_seconds: How long to wait for another process that unpacks the same artifact.
         trust_shared_store: Open artifacts from a directory that other users can
             write to. Opening an artifact runs its code, so this trusts them all.
+        record: Every `attach` records the calls of its drafter, as with `on_miss="record"`:
+            the spec to write (`.toml`), or a folder for `<spec>.recorded.toml`.
+        record_run: Folder that tells the processes of one recorded run from another run's;
+            set by `aotcache record`. Every `attach` records; without `record`, beside its spec.
 
     Raises:
         ConfigError: naming the variable, what it holds and what was expected.
@@ -48,6 +52,8 @@ class Settings(BaseSettings):
     build_memory_gib: float | None = Field(default=None, gt=0)
     lock_seconds: float = Field(default=300.0, gt=0)
     trust_shared_store: bool = False
+    record: Path | None = None
+    record_run: Path | None = None
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -55,10 +61,20 @@ class Settings(BaseSettings):
         except ValidationError as error:
             raise ConfigError("; ".join(_complaints(error))) from error
 
-    @field_validator("home")
+    @field_validator("home", "record", "record_run")
     @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return value.expanduser().absolute()
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
+
+    @field_validator("record", "record_run", mode="before")
+    @classmethod
+    def _empty_is_unset(cls, value: Any) -> Any:
+        return None if value == "" else value
+
+    @property
+    def recording(self) -> bool:
+        """Whether every `attach` records."""
+        return self.record is not None or self.record_run is not None
 
     @property
     def locks(self) -> Path:
@@ -69,6 +85,19 @@ class Settings(BaseSettings):
 def settings() -> Settings:
     """The settings of this moment. Raises ConfigError."""
     return Settings()
+
+
+def recording_environment(output: Path | None, run: Path) -> dict[str, str]:
+    """This process's environment, for a command whose calls are to be recorded.
+
+    Args:
+        output: What to write, see `Settings.record`; None for a file beside each spec.
+        run: The run's folder.
+    """
+    wanted = {PREFIX + "RECORD_RUN": str(run)}
+    if output is not None:
+        wanted[PREFIX + "RECORD"] = str(output.expanduser().absolute())
+    return {**{k: v for k, v in os.environ.items() if k != PREFIX + "RECORD"}, **wanted}
 
 
 def _complaints(error: ValidationError) -> Iterator[str]:

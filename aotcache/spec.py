@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,8 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 DEFAULT_NAME = "aotcache.toml"
+CALL = "call"
+"""The one ladder of a spec of recorded calls: their numbers, from 1."""
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Pad = bool | int | float
@@ -49,7 +52,10 @@ class Drafter:
     Attributes:
         name: For people.
         factory: `module:name` of a callable that takes `kwargs` and returns the module.
-        batch: `module:name` of a callable `(bucket, device) -> (args, kwargs)`.
+        batch: `module:name` of a callable `(bucket, device) -> (args, kwargs)`; None where
+            recorded calls stand in its place, or nothing is to be built.
+        calls: The folder of recorded calls, from the spec's own, or None. Each bucket of the
+            ladder `call` is one of them.
         kwargs: Keyword arguments of the factory.
         regions: fnmatch patterns of submodule names; `""` is the whole drafter. Drop-in
             functions (`aotcache.flex`) are found by themselves: none may be named for them alone.
@@ -57,16 +63,19 @@ class Drafter:
         dtype: The drafter's parameters are cast to it.
         context: `module:name` of a callable that returns a context manager under
             which the steps run, or None.
+        folder: Where modules are looked for first, from the spec's own folder.
     """
 
     name: Annotated[_Text, _Some]
     factory: _Name
-    batch: _Name
+    batch: _Name | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     regions: list[_Text] = field(default_factory=lambda: [""])
     modes: Annotated[list[Mode], _Some] = field(default_factory=lambda: list(get_args(Mode)))
     dtype: DType = "float32"
     context: _Name | None = None
+    calls: Annotated[_Text, _Some] | None = None
+    folder: Annotated[_Text, _Some] = "."
 
 
 @with_config(_RULES)
@@ -163,7 +172,31 @@ class Spec:
 
     def resolve_batch(self) -> Callable[..., Any]:
         """Import the batch function. Raises SpecError; runs the user's module."""
+        if self.drafter.batch is None:
+            raise SpecError(
+                f"{self.path}: drafter.batch is missing: "
+                + (
+                    "the spec is of recorded calls, which only warming makes again"
+                    if self.drafter.calls is not None
+                    else "name a function that makes a batch, or record a run that attaches this spec (aotcache "
+                    "record) and build from what that writes"
+                )
+            )
         return self._import("batch", self.drafter.batch)
+
+    def resolve_argument(self, dotted: str) -> Any:
+        """Import a function or class that a recorded call was given. Raises SpecError; runs its module."""
+        return self._import("calls", dotted)
+
+    @property
+    def module_folder(self) -> Path:
+        """Where modules are looked for first, absolute."""
+        return Path(os.path.normpath(self.path.parent / self.drafter.folder))
+
+    @property
+    def calls_folder(self) -> Path | None:
+        """The folder of recorded calls, absolute; None for a spec with a batch function."""
+        return None if self.drafter.calls is None else self.path.parent / self.drafter.calls
 
     def resolve_context(self) -> Callable[[], AbstractContextManager[Any]]:
         """Import the context function; one that does nothing if the spec has none.
@@ -175,14 +208,14 @@ class Spec:
         return self._import("context", self.drafter.context)
 
     def _import(self, key: str, dotted: str) -> Callable[..., Any]:
-        """Import `module:name`, the spec's own directory first.
+        """Import `module:name`, the spec's own directory (`folder`) first.
 
         The directory stays on `sys.path`, because the user's functions may import
         their neighbours only when they are called.
         """
         where = f"{self.path}: drafter.{key} = {dotted!r}"
         module_name, _, attribute = dotted.partition(":")
-        directory = str(self.path.parent)
+        directory = str(self.module_folder)
         if directory not in sys.path:
             sys.path.insert(0, directory)
             importlib.invalidate_caches()
@@ -204,7 +237,7 @@ class Spec:
 
     def _check_origin(self, where: str, module_name: str, module: Any) -> None:
         """Two specs in one process may each have a `drafter.py`: never use the wrong one."""
-        base = self.path.parent.joinpath(*module_name.split("."))
+        base = self.module_folder.joinpath(*module_name.split("."))
         beside = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
         found = getattr(module, "__file__", None)
         if beside is not None and (found is None or not beside.samefile(found)):
@@ -240,6 +273,7 @@ def load_spec(path: str | Path | None = None) -> Spec:
         parsed = _FILE.validate_python(document)
     except ValidationError as error:
         raise SpecError("\n".join(f"{file}: {line}" for line in _complaints(error))) from error
+    _require_calls(file, parsed)
     return Spec(
         path=file,
         drafter=parsed.drafter,
@@ -248,6 +282,22 @@ def load_spec(path: str | Path | None = None) -> Spec:
         compile=parsed.compile,
         archs=tuple(_archs(f"{file}: targets.archs", parsed.targets.archs)),
     )
+
+
+def _require_calls(file: Path, parsed: _File) -> None:
+    """Recorded calls stand in the place of a batch function, and on one ladder."""
+    drafter = parsed.drafter
+    if drafter.calls is None:
+        return
+    if drafter.batch is not None:
+        raise SpecError(f"{file}: drafter has both batch and calls, expected one of them")
+    if parsed.axes:
+        raise SpecError(f"{file}: axes: recorded calls are not padded; expected none beside drafter.calls")
+    if list(parsed.buckets) != [CALL]:
+        raise SpecError(
+            f"{file}: buckets has {', '.join(parsed.buckets) or 'nothing'}, expected {CALL} alone beside "
+            f"drafter.calls: the numbers of the recorded calls, as `aotcache record` writes them"
+        )
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

@@ -15,7 +15,19 @@ PACKAGE = ROOT / "aotcache"
 
 LAYERS = (
     {"errors", "types"},
-    {"spec", "buckets", "key", "manifest", "compat", "trust", "config", "host", "lockfile", "torch_private"},
+    {
+        "spec",
+        "buckets",
+        "key",
+        "manifest",
+        "compat",
+        "trust",
+        "config",
+        "host",
+        "lockfile",
+        "recorded",
+        "torch_private",
+    },
     {"graph", "store", "db"},
     {"compile", "runtime", "build", "service"},
     {"integrations", "cli", "api"},

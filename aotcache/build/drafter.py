@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from aotcache.buckets import Buckets
+from aotcache.build.replay import Replay
 from aotcache.compile.graphs import error_line
 from aotcache.errors import AotcacheError, CaptureError, CertificateFailed
 from aotcache.graph.capture import find_regions, materialise, recording
@@ -15,7 +17,7 @@ from aotcache.graph.functions import function_regions
 from aotcache.graph.redirect import redirect_flex
 from aotcache.graph.region import Call
 from aotcache.runtime.dense import dense_attention
-from aotcache.spec import Spec
+from aotcache.spec import CALL, Spec
 from aotcache.types import CacheKey, Mode
 
 _Batch = tuple[Sequence[Any], dict[str, Any]]
@@ -31,7 +33,9 @@ class Drafter:
     def __init__(self, spec: Spec, device: str) -> None:
         self.spec = spec
         self.device = torch.device(device)
-        self._make_batch = spec.resolve_batch()
+        folder = spec.calls_folder
+        self._recorded = None if folder is None else Replay(spec, folder)
+        self._make_batch = spec.resolve_batch() if folder is None else None
         self.context = spec.resolve_context()
         factory = spec.resolve_factory()
         model = self._call("factory", lambda: factory(**spec.drafter.kwargs))
@@ -46,6 +50,8 @@ class Drafter:
     def capture(self, bucket: Mapping[str, int], mode: Mode) -> list[list[Call]]:
         """The calls of every region in one bucket: of two full batches, and of a shorter one padded.
 
+        Of recorded calls a bucket is one, made again in the mode of the run and no other.
+
         Returns:
             One list of calls for each batch.
 
@@ -54,6 +60,8 @@ class Drafter:
                 one bucket lead to different layouts.
             CertificateFailed: padding a shorter batch changes the loss.
         """
+        if self._recorded is not None:
+            return self._replay(self._recorded, bucket, mode)
         first = self._run(self._batch(bucket), mode)
         second = self._run(self._batch(bucket), mode)
         batches = [first, second]
@@ -73,8 +81,28 @@ class Drafter:
             )
         return batches
 
+    def _replay(self, recorded: Replay, bucket: Mapping[str, int], mode: Mode) -> list[list[Call]]:
+        call = recorded.call(bucket)
+        if call.mode != mode:
+            return []
+        batches: list[list[Call]] = []
+        for given in recorded.examples(call, self.model, self.device):
+            made: list[Call] = []
+            with recording(self.regions, made.append, self.functions), given.state():
+                with redirect_flex(dense_attention), self.context():
+                    self._call(
+                        f"drafter, given recorded call {bucket[CALL]},",
+                        functools.partial(self.model, *given.args, **given.kwargs),
+                    )
+            batches.append(made)
+            self._require_same_layouts(bucket, batches[0], made)
+        recorded.require_made(call, batches[0])
+        return batches
+
     def _batch(self, bucket: Mapping[str, int]) -> _Batch:
-        batch = self._call("batch", lambda: self._make_batch(dict(bucket), self.device))
+        assert self._make_batch is not None
+        make = self._make_batch
+        batch = self._call("batch", lambda: make(dict(bucket), self.device))
         if not (isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], dict)):
             raise CaptureError(
                 f"{self.spec.path}: batch returned {type(batch).__name__}, expected (args, kwargs)"

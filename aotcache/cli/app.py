@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from aotcache.cli import bundled, doctor, entries, transfer, warming
+from aotcache.cli import bundled, doctor, entries, record, transfer, warming
 from aotcache.cli.output import emit_json, err
 from aotcache.errors import AotcacheError, ConfigError, SpecError
 
@@ -29,7 +29,8 @@ class _Commands(TyperGroup):
     """Turns aotcache's own errors into one message and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_JSON] = "--json" in args
+        own = args[: args.index("--")] if "--" in args else args  # what follows is another program's
+        ctx.meta[_JSON] = "--json" in own
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -89,6 +90,11 @@ app = typer.Typer(
 )
 # A first sentence that is longer than a line of the list would be cut in the middle of a word.
 app.command("warm", short_help="Build what a spec asks for and the store lacks.")(warming.warm)
+app.command(
+    "record",
+    short_help="Run a program and record the calls it makes.",
+    context_settings={"allow_interspersed_args": False},
+)(record.record)
 app.command("ls", short_help="List what a store holds.")(entries.ls)
 app.command("show", short_help="Show the manifests of one key.")(entries.show)
 app.command("why", short_help="Explain a miss, or a rejected artifact.")(entries.why)

@@ -317,11 +317,17 @@ def _nearest(row: Any, manifests: list[Manifest]) -> dict[str, Any]:
         return {"other_variants": variants}
     from aotcache.runtime.resolve import nearest
 
-    found = nearest(row.cell.parts, (m for m in manifests if m.mode == row.cell.mode))
+    found = nearest(row.cell.parts, row.cell.mode, manifests)
     if found is None:
         return {"nearest": None, "differences": []}
-    manifest, differences = found
-    return {"nearest": manifest.key, "nearest_region": manifest.region, "differences": differences}
+    m = found.manifest
+    return {
+        "nearest": m.key,
+        "nearest_region": m.region,
+        "nearest_bucket": m.bucket,
+        "differences": found.differences,
+        "explanation": found.lines("the spec"),
+    }
 
 
 def _explain(found: dict[str, Any]) -> Iterator[str]:
@@ -340,8 +346,8 @@ def _explain(found: dict[str, Any]) -> Iterator[str]:
         if "other_variants" in cell:
             yield f"  stored under this key for: {', '.join(cell['other_variants'])}"
         elif cell["nearest"] is None:
-            yield f"  the store holds no other {cell['mode']} artifact to compare it with"
+            from aotcache.runtime.resolve import nothing_near
+
+            yield f"  {nothing_near(cell['mode'])}"
         else:
-            region = human_region(cell["nearest_region"])
-            yield f"  nearest stored entry: {cell['nearest']} (region {region}); the spec / that entry:"
-            yield from (f"    {line}" for line in cell["differences"])
+            yield from (f"  {line}" for line in cell["explanation"])

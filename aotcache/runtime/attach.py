@@ -28,6 +28,7 @@ from aotcache.graph.functions import function_regions
 from aotcache.graph.region import Region
 from aotcache.graph.structure import ATTACHED
 from aotcache.lockfile import LockedCell, lock_path, read_lock
+from aotcache.recorded import output_path
 from aotcache.runtime import prefetch as prefetching
 from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing
@@ -41,11 +42,12 @@ from aotcache.types import Miss
 
 if TYPE_CHECKING:
     from aotcache.runtime.prefetch import Group
+    from aotcache.runtime.record import Recorder
     from aotcache.store.base import Store
 
 logger = logging.getLogger(__name__)
 
-OnMiss = Literal["raise", "eager"]
+OnMiss = Literal["raise", "eager", "record"]
 
 _CALL = nn.Module._call_impl.__code__  # private torch name, tried on 2.13.0
 """What calls a module's `forward` when the module is called."""
@@ -78,6 +80,9 @@ class Attachment:
         return self._describe_and_run(args, kwargs)
 
     def _describe_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.handle.recorder is not None:
+            self.handle.recorder.region(self.region, args, kwargs)
+            return self._eager(args, kwargs)
         mode = ambient.foreign_mode()
         if mode is not None:
             refusal = CallRefused(
@@ -115,6 +120,9 @@ class Attachment:
             raise error
         if self.handle.first_time(self.name, reason):
             logger.warning("region %r runs eagerly: %s", self.name, reason)
+        return self._eager(args, kwargs)
+
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.handle.counters.eager(self.name)
         with eager_without_tracing():
             return self.original(*args, **kwargs)
@@ -187,8 +195,10 @@ class Handle:
         lock_cells: list[LockedCell] | None,
         counters: Stats,
         wire: tripwire.Tripwire | None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.resolver = resolver
+        self.recorder = recorder
         self.options = options
         self.on_miss = on_miss
         self.warm_line = warm_line
@@ -252,6 +262,8 @@ class Handle:
             ConfigError: this rank is not in the group.
             AotcacheError: in a group, what failed on any rank.
         """
+        if self.recorder is not None:
+            return self.stats()  # it runs nothing that could be opened
         reasons = prefetching.prefetch(
             self.resolver,
             [m.__dict__[ATTACHED].region for m in self._attached],
@@ -274,7 +286,12 @@ class Handle:
         self.resolver.forget_misses()
 
     def detach(self) -> None:
-        """Give every module its own forward back. Calls that run meanwhile end as they began."""
+        """Give every module its own forward back. Calls that run meanwhile end as they began.
+
+        With `on_miss="record"` the record is written.
+        """
+        if self.recorder is not None:
+            self.recorder.close()
         if self.attached:
             self.attached = False
             remove_handle(self)
@@ -320,6 +337,8 @@ def attach(
         store: A store or its URL; default is the configured one.
         on_miss: What a call does that nothing in the store covers: "raise"
             ArtifactMiss, or "eager": run without an artifact, and without tracing.
+            "record" runs every call so, and writes `<spec>.recorded.toml`, from which
+            `aotcache warm` builds what the run called.
         lock: A lock file whose digests alone are accepted. `<spec>.lock` is used by
             `prefetch` when it lies beside the spec; it restricts only when named here.
         forbid_tracing: Where an attempt to trace raises TracingForbidden until
@@ -332,26 +351,31 @@ def attach(
         SpecError: the spec is wrong, or a region pattern matches nothing.
         ManifestError: the lock file cannot be read.
     """
-    if on_miss not in ("raise", "eager"):
-        raise ConfigError(f"on_miss is {on_miss!r}, expected 'raise' or 'eager'")
+    if on_miss not in ("raise", "eager", "record"):
+        raise ConfigError(f"on_miss is {on_miss!r}, expected 'raise', 'eager' or 'record'")
     if forbid_tracing not in ("process", "thread", None):
         raise ConfigError(f"forbid_tracing is {forbid_tracing!r}, expected 'process', 'thread' or None")
     spec = spec if isinstance(spec, Spec) else load_spec(spec)
+    settings = Settings()
+    on_miss = "record" if settings.recording else on_miss
     options = spec.compile_options()
     regions = find_regions(model, spec.drafter.regions, options)
     _require_detached(regions)
     opened = open_store(store) if isinstance(store, str) or store is None else store
-    cells = _lock_cells(spec, lock)
+    cells = _lock_cells(spec, lock) if on_miss != "record" else None
     counters = Stats()
     resolver = Resolver(
         opened,
-        Settings().home,
+        settings.home,
         host.host_facts(),
         frozenset(c.digest for c in cells) if lock is not None and cells is not None else None,
         counters,
     )
+    recorder = _recorder(spec, settings) if on_miss == "record" else None
     # Last: what is refused above must leave no wire behind, which nobody could close.
     wire = tripwire.install(forbid_tracing) if forbid_tracing is not None else None
+    if recorder is not None:
+        recorder.start(model)
     return Handle(
         regions,
         resolver,
@@ -360,6 +384,7 @@ def attach(
         counters=counters,
         lock_cells=cells,
         wire=wire,
+        recorder=recorder,
         warm_line=shlex.join(
             ["aotcache", "warm", str(spec.path), *([] if store is None else ["--store", opened.url])]
         ),
@@ -373,12 +398,18 @@ def unattached() -> Handle:
         (),
         Resolver(open_store(None), settings.home, host.host_facts(), None, counters),
         options=CompileOptions().for_key(),
-        on_miss="raise",
+        on_miss="eager" if settings.recording else "raise",
         counters=counters,
         lock_cells=None,
         wire=None,
         warm_line="aotcache warm <spec>",
     )
+
+
+def _recorder(spec: Spec, settings: Settings) -> Recorder:
+    from aotcache.runtime.record import Recorder  # most runs record nothing
+
+    return Recorder(spec, output_path(spec, settings.record), settings)
 
 
 def _require_detached(regions: Iterable[Region]) -> None:

@@ -159,14 +159,50 @@ class Resolver:
         self._answers = {k: a for k, a in list(self._answers.items()) if isinstance(a, Resolved)}
 
 
-def nearest(parts: KeyParts, manifests: Iterable[Manifest]) -> tuple[Manifest, list[str]] | None:
-    """The stored entry that differs from `parts` in the fewest items, with the differences."""
-    best: tuple[Manifest, list[str]] | None = None
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The stored entry that is most like a key that is missing.
+
+    Attributes:
+        manifest: The entry.
+        differences: Items in which it differs from the key, the key's own value first.
+    """
+
+    manifest: Manifest
+    differences: list[str]
+
+    def lines(self, ours: str, *, most: int | None = None) -> list[str]:
+        """What an error or a command says of it.
+
+        Args:
+            ours: What the key is of, e.g. "this call".
+            most: How many differences are listed; all, if None.
+        """
+        m = self.manifest
+        sizes = " ".join(f"{name}={size}" for name, size in sorted(m.bucket.items())) or "none"
+        shown = self.differences[:most]
+        more = len(self.differences) - len(shown)
+        return [
+            f"nearest stored entry: {m.key} (region {m.region!r}, bucket {sizes}); {ours} / that entry:",
+            *(f"  {difference}" for difference in shown),
+            *([f"  and {more} more"] if more else []),
+        ]
+
+
+def nearest(parts: KeyParts, mode: str, manifests: Iterable[Manifest]) -> Nearest | None:
+    """The stored entry of the same mode that differs from `parts` in the fewest items."""
+    best: Nearest | None = None
     for manifest in manifests:
-        differences = [str(d) for d in parts.diff(manifest.parts)]
-        if best is None or len(differences) < len(best[1]):
-            best = (manifest, differences)
+        if manifest.mode == mode:
+            differences = [str(d) for d in parts.diff(manifest.parts)]
+            if best is None or len(differences) < len(best.differences):
+                best = Nearest(manifest, differences)
     return best
+
+
+def nothing_near(mode: str) -> str:
+    """What an error or a command says where there is no entry of a mode."""
+    return f"the store holds no other {mode} artifact to compare it with"
 
 
 def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
@@ -187,19 +223,12 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
         if entry.key == call.parts.key and entry.problem is not None
     ]
     usable = (e.manifest for e in entries if e.manifest is not None and e.problem is None)
-    found = nearest(call.parts, (m for m in usable if m.mode == call.mode))
-    manifest, differences = found or (None, [])
-    if manifest is None:
-        lines.append(f"the store holds no {call.mode} entry")
-    elif differences:
-        lines.append(
-            f"nearest stored entry: {manifest.key} (region {manifest.region!r}, bucket {manifest.bucket}); "
-            "this call / that entry:"
-        )
-        lines += [f"  {d}" for d in differences[:_NEAREST]]
-        if len(differences) > _NEAREST:
-            lines.append(f"  and {len(differences) - _NEAREST} more")
-    lines.append(_way_out(differences, warm_line))
+    found = nearest(call.parts, call.mode, usable)
+    if found is None:
+        lines.append(nothing_near(call.mode))
+    elif found.differences:
+        lines += found.lines("this call", most=_NEAREST)
+    lines.append(_way_out([] if found is None else found.differences, warm_line))
     return "\n".join(lines)
 
 
