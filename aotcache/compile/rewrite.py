@@ -76,11 +76,7 @@ def require_logsumexp(module: fx.GraphModule) -> None:
     for node in call_nodes(module):
         if not is_flex(node):
             continue
-        query = node.args[0]
-        if isinstance(query, fx.Node) and query.meta["val"].device.type == "cpu":
-            raise UnsupportedGraph(
-                "flex attention has no backward on CPU; capture it as dense operations (graph.redirect)"
-            )
+        _require_backward(node)
         options = node.args[_KERNEL_OPTIONS] if len(node.args) > _KERNEL_OPTIONS else None
         if not isinstance(options, dict) or "OUTPUT_LOGSUMEXP" not in options:
             raise CompileFailed(
@@ -89,6 +85,15 @@ def require_logsumexp(module: fx.GraphModule) -> None:
             )
         node.update_arg(_KERNEL_OPTIONS, {**options, "OUTPUT_LOGSUMEXP": True})
     module.recompile()
+
+
+def _require_backward(node: fx.Node) -> None:
+    """Refuse what the device's compiler would refuse later, in words that help."""
+    query = node.args[0]
+    if isinstance(query, fx.Node) and query.meta["val"].device.type == "cpu":
+        raise UnsupportedGraph(
+            "flex attention has no backward on CPU; capture it as dense operations (graph.redirect)"
+        )
 
 
 def assert_logsumexp(module: fx.GraphModule) -> None:
