@@ -68,6 +68,13 @@ def host_target(device: str = "cpu") -> Target:
     return Target("cuda", f"sm_{major}{minor}")
 
 
+def native_target() -> Target:
+    """What `native` stands for: the GPU that torch would use, or the CPU where it sees none."""
+    import torch
+
+    return host_target("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @cache
 def host_toolchain() -> Toolchain:
     """The torch of this process.

@@ -187,7 +187,11 @@ class _Session:
         make_dirs(headers, 0o700)
         memory = self.config.build_memory_gib
         made = Sandbox(
-            {"spec": str(self.spec.path), "staging": str(own)},
+            {
+                "spec": str(self.spec.path),
+                "staging": str(own),
+                "devices": sorted({target.device for target in self.targets}),
+            },
             own,
             headers=headers,
             seconds=self.config.build_seconds,
@@ -209,6 +213,7 @@ class _Session:
             )
             for target in self.targets
             for c in answer["cells"]
+            if c["device"] == target.device
         ]
         return make_plan(cells, self.store, self.toolchain)
 
@@ -410,14 +415,19 @@ def _sweep(home: Path) -> None:
 def _require_buildable(target: Target) -> None:
     """Refuse, before anything runs, what would be built for another device than its name says.
 
-    Drafters are captured on the CPU: whatever the target, the code would be the CPU's.
+    Drafters are captured on the target's own kind of device, and artifacts are checked on it
+    before they are published: code for a GPU is built where there is one of that kind.
     """
-    if target.device != "cpu":
+    if target.device != "cuda":
+        cpu_level_features(target.arch)  # a level that nobody defined
+        return
+    here = host.host_facts().cuda_archs
+    if target.arch not in here:
         raise ConfigError(
-            f"target {target} cannot be built yet: drafters are captured and compiled on the CPU alone; "
-            f"known are native and {', '.join(f'cpu:{level}' for level in CPU_LEVELS)} (--target, or [targets])"
+            f"target {target} cannot be built on this host, which has {', '.join(here) or 'no CUDA device'}: what "
+            "is built is run and checked before it is published. Warm on a host with such a GPU, or name another "
+            f"target (--target, or [targets]): native, {', '.join(f'cpu:{level}' for level in CPU_LEVELS)}"
         )
-    cpu_level_features(target.arch)  # a level that nobody defined
 
 
 @contextmanager
@@ -432,7 +442,7 @@ def _session(
     opened = open_store(store) if isinstance(store, str) or store is None else store
     if targets is not None:
         loaded = replace(loaded, archs=tuple(targets))
-    wanted = list(loaded.targets(host.host_target))
+    wanted = list(loaded.targets(host.native_target))
     for target in wanted:
         _require_buildable(target)
     make_dirs(config.home, 0o700)

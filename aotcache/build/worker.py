@@ -27,11 +27,12 @@ from aotcache import host
 from aotcache.build.drafter import Drafter
 from aotcache.compile import pipeline
 from aotcache.compile.certify import certify
+from aotcache.compile.flex_operator import operator_attention
 from aotcache.errors import AotcacheError, CaptureError
 from aotcache.graph.redirect import redirect_flex
 from aotcache.graph.region import Call
 from aotcache.graph.strides import canonical_strides
-from aotcache.graph.tree import to_json
+from aotcache.graph.tree import flatten_output, require_rebuilds, to_json
 from aotcache.manifest import Certificate, Manifest, Provenance
 from aotcache.runtime import registry
 from aotcache.runtime.dense import dense_attention
@@ -40,6 +41,9 @@ from aotcache.types import CacheKey, Target
 
 _BATCHES = 3
 """Batches an artifact is checked on: two full ones, and a shorter one padded."""
+
+_ATTENTION = {"cuda": operator_attention}
+"""What flex attention is exported as, where the device's compiler has kernels of its own for it."""
 
 Send = Callable[[Mapping[str, Any]], None]
 Receive = Callable[[], dict[str, Any]]
@@ -53,10 +57,23 @@ class FlatCall:
         self.output: Any = None
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with redirect_flex(dense_attention):
-            flat, template = self.call.region.run_flat(self.call, tensors)
+        region = self.call.region
+        with redirect_flex(_ATTENTION.get(self.call.device, dense_attention)):
+            result = region.run(self.call, tensors)
+        flat: list[torch.Tensor] = []
+        template = flatten_output(result, flat, region.name)
+        require_rebuilds(result, template, flat, region.name)
         self.output = to_json(template)
         return tuple(flat)
+
+
+def shared_slots(call: Call) -> list[int]:
+    """Slots in whose memory another slot lies as well, which fresh examples do not show."""
+    found: dict[int, list[int]] = {}
+    for slot, tensor in enumerate(call.tensors):
+        if tensor.numel():
+            found.setdefault(tensor.untyped_storage().data_ptr(), []).append(slot)
+    return [slot for slots in found.values() if len(slots) > 1 for slot in slots]
 
 
 def example_tensors(call: Call) -> list[torch.Tensor]:
@@ -76,6 +93,7 @@ class Worker:
     def __init__(self, job: Mapping[str, Any], send: Send, receive: Receive) -> None:
         self.spec = load_spec(job["spec"])
         self.staging = Path(job["staging"])
+        self.devices: list[str] = job["devices"]
         self.send = send
         self.receive = receive
         self.toolchain = host.host_toolchain()
@@ -85,8 +103,13 @@ class Worker:
 
     def capture(self) -> dict[str, Any]:
         """Run the drafter in every bucket and mode; answer with the cells."""
-        drafter = Drafter(self.spec, "cpu")
         cells: dict[tuple[str, str], dict[str, Any]] = {}
+        for device in self.devices:
+            self._capture_on(device, cells)
+        return {"event": "done", "cells": list(cells.values())}
+
+    def _capture_on(self, device: str, cells: dict[tuple[str, str], dict[str, Any]]) -> None:
+        drafter = Drafter(self.spec, device)
         for bucket in self.spec.cells():
             for mode in self.spec.drafter.modes:
                 self.send({"event": "stage", "stage": "capture", "bucket": bucket, "mode": mode})
@@ -105,11 +128,11 @@ class Worker:
                                 "region": call.region.name,
                                 "mode": call.mode,
                                 "bucket": bucket,
+                                "device": device,
                                 "key": key,
                                 "components": call.parts.to_json(),
                             },
                         )
-        return {"event": "done", "cells": list(cells.values())}
 
     def build(self, key: CacheKey, target: Target) -> dict[str, Any]:
         """Build the artifact of one key for one target; answer with its manifest and archive."""
@@ -132,13 +155,19 @@ class Worker:
         with self._stage("export", key, seconds):
             examples = example_tensors(call)
             with self._context(), torch.set_grad_enabled(call.mode == "train"):
-                program = pipeline.export(
-                    flat, examples, call.names, region=call.region.name, train=call.mode == "train"
+                exported = pipeline.export(
+                    flat,
+                    examples,
+                    call.names,
+                    region=call.region.name,
+                    train=call.mode == "train",
+                    kinds=call.kinds,
+                    shared=shared_slots(call),
                 )
         # Inductor's lowering reads the determinism flag that the context may have set.
         with self._stage("pair", key, seconds), self._context():
             prepared = pipeline.prepare(
-                program,
+                exported,
                 examples,
                 names=call.names,
                 kinds=call.kinds,
@@ -175,6 +204,8 @@ class Worker:
             outputs=prepared.outputs,
             output_tree=flat.output,
             pair=prepared.pair,
+            mutations=prepared.mutations,
+            aliases=prepared.aliases,
             content=prepared.content,
             runner=built.runner,
             certificate=Certificate(0, 0.0, ()),

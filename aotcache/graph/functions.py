@@ -152,14 +152,29 @@ def fit_mask(mask: BlockMask, q_len: int, kv_len: int) -> BlockMask:
     if (rows, columns) == (q_len, kv_len) or min(mask.BLOCK_SIZE) >= _NO_MASK_BLOCK:
         return mask
     require_long_enough(mask, q_len, kv_len)
+    if getattr(mask, "dq_write_order", None) is not None:
+        raise CallRefused(
+            f"flex_attention: block_mask is for {rows} queries and {columns} keys and fixes the order of writes for "
+            f"these; the input has {q_len} and {kv_len}: make the mask for the lengths of the input",
+            input="block_mask",
+            expected=(q_len, kv_len),
+            found=(rows, columns),
+        )
     q_block, kv_block = mask.BLOCK_SIZE
     kept = -(-q_len // q_block), -(-kv_len // kv_block)
-    partial = _crop(mask.kv_num_blocks, mask.kv_indices, *kept)
-    full: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        full = _crop(mask.full_kv_num_blocks, mask.full_kv_indices, *kept)
+    num, indices = _crop(mask.kv_num_blocks, mask.kv_indices, *kept)
+    full_num, full_indices = mask.full_kv_num_blocks, mask.full_kv_indices
+    if full_num is not None and full_indices is not None:
+        full_num, full_indices = _crop(full_num, full_indices, *kept)
     return BlockMask.from_kv_blocks(
-        *partial, *full, mask.BLOCK_SIZE, mask.mask_mod, (q_len, kv_len), mask.q_indices is not None
+        num,
+        indices,
+        full_num,
+        full_indices,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+        seq_lengths=(q_len, kv_len),
+        compute_q_blocks=mask.q_indices is not None,
     )
 
 

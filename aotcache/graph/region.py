@@ -62,6 +62,11 @@ class Call:
     holder_slots: list[int]
     training: tuple[bool, ...]
 
+    @property
+    def device(self) -> str:
+        """Type of the device that all its tensors are on."""
+        return self.tensors[0].device.type if self.tensors else "cpu"
+
     def requires_grad(self) -> list[bool]:
         """Per slot, whether a gradient is wanted, or code looks whether one could be."""
         seen = self.mode == "train" or _reads_requires_grad(self.static)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from aotcache.errors import CallRefused
 from aotcache.graph.functions import (
     CREATE_BLOCK_MASK,
     FLEX_ATTENTION,
@@ -109,17 +110,24 @@ def create_block_mask(
         device: Where the mask is made; torch's default is the accelerator, if there is one.
         BLOCK_SIZE: Positions of a block, for queries and keys.
         _compile: Ignored: this is compiled.
-        options: Further ones of torch's function.
+        options: Further ones of torch's function, all but `compute_dq_write_order`.
 
     Returns:
         A `BlockMask` of torch's.
 
     Raises:
         ArtifactMiss: nothing covers the call (with `on_miss="raise"`).
+        CallRefused: an option that no artifact can take.
     """
     del _compile
     if belongs_to_another() and recorder_of(CREATE_BLOCK_MASK) is None:
         return _plain_mask()(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **options)
+    if options.get("compute_dq_write_order"):
+        raise CallRefused(
+            "create_block_mask: compute_dq_write_order=True is not supported, expected False; make this mask with "
+            "torch's own function, flex_attention takes it",
+            input="compute_dq_write_order",
+        )
     where = torch.device(device) if device is not None else _default_device()
     size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else (BLOCK_SIZE[0], BLOCK_SIZE[1])
     anchor = torch.empty(0, device=where)
