@@ -69,6 +69,10 @@ class PairContract:
     output in `tangents`; it returns one gradient for each input in `gradients`. Outputs
     are saved as the very tensors that the caller gets, so that autograd notices when one
     of them is changed in place before the backward.
+
+    `paths` has for each of `gradients` the outputs whose incoming gradients it is made from.
+    Where none of them came in, eager has no gradient rather than one of zeros, which an
+    optimizer would take for a step. Empty in artifacts that do not know.
     """
 
     saved_inputs: tuple[int, ...]
@@ -76,6 +80,7 @@ class PairContract:
     tangents: tuple[int, ...]
     gradients: tuple[int, ...]
     saved_outputs: tuple[int, ...] = ()
+    paths: tuple[tuple[int, ...], ...] = ()
 
 
 @with_config(_STRICT)

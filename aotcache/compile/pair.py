@@ -227,6 +227,7 @@ class _Contracted:
             )
         from_inputs, from_outputs, intermediates = self._owners(saved, outputs)
         kept = self._emit(outputs, intermediates, from_outputs)
+        paths = _paths(self.backward, dict(zip(tangent_inputs, tangents, strict=True)), grads_of)
         gradients = self._backward(from_inputs, from_outputs, intermediates, saved, tangent_inputs, grads_of)
         slots = tuple(_slot(node.meta["val"], differentiable=i in tangents) for i, node in enumerate(outputs))
         for position, node in zip(tangents, tangent_inputs, strict=True):
@@ -249,6 +250,7 @@ class _Contracted:
             intermediates=kept,
             tangents=tuple(tangents),
             gradients=tuple(gradients),
+            paths=tuple(paths[position] for position in gradients),
         )
         return Pair(self.forward, self.backward, slots, contract)
 
@@ -350,6 +352,21 @@ class _Contracted:
                 "This is a fault of aotcache's; please report it with the region's source",
                 region=self.region,
             )
+
+
+def _paths(
+    backward: fx.GraphModule, tangents: dict[fx.Node, int], grads_of: list[int | None]
+) -> dict[int, tuple[int, ...]]:
+    """For each input with a gradient, the outputs whose incoming gradients it is made from."""
+    reached: dict[fx.Node, set[int]] = {}
+    for node in backward.graph.nodes:
+        reached[node] = {tangents[node]} if node in tangents else set()
+        reached[node].update(*(reached[source] for source in node.all_input_nodes))
+    return {
+        position: tuple(sorted(reached[value]))
+        for value, position in zip(output_nodes(backward.graph), grads_of, strict=True)
+        if value is not None and position is not None
+    }
 
 
 def _separate(

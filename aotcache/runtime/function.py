@@ -83,6 +83,7 @@ def _require_slots(manifest: Manifest) -> None:
         pair is None
         or not {*pair.saved_inputs, *pair.gradients} <= {*range(len(manifest.inputs))}
         or not {*pair.saved_outputs, *pair.tangents} <= {*range(len(manifest.outputs))}
+        or len(pair.paths) not in (0, len(pair.gradients))
     ):
         raise ManifestError(
             f"the manifest of key {manifest.key} has {len(manifest.inputs)} inputs and {len(manifest.outputs)} "
@@ -124,6 +125,7 @@ def _make_function(manifest: Manifest, forward: Runner, backward: Runner) -> typ
     plain = [i for i, slot in enumerate(outputs) if not slot.differentiable]
     targets = [place[slot] for slot in pair.gradients]
     tangents = [(i, outputs[i]) for i in pair.tangents]
+    paths = list(zip(targets, map(frozenset, pair.paths), strict=False))
     wanted = len(differentiable)
 
     class Pair(torch.autograd.Function):
@@ -136,12 +138,14 @@ def _make_function(manifest: Manifest, forward: Runner, backward: Runner) -> typ
             ctx.save_for_backward(*saved)
             # A hook may give back the same values in memory laid out in another way.
             ctx.layouts = [_layout(t) for t in saved] if _saved_tensor_hooks() else None
+            # What nothing came in for is told apart from zeros.
+            ctx.set_materialize_grads(False)
             if plain:
                 ctx.mark_non_differentiable(*(found[i] for i in plain))
             return tuple(found[:count])
 
         @staticmethod
-        def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+        def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
             if torch.is_grad_enabled():
                 raise CallRefused(
                     f"region {manifest.region!r}: a graph of its gradients is asked for (create_graph=True), but an "
@@ -149,15 +153,26 @@ def _make_function(manifest: Manifest, forward: Runner, backward: Runner) -> typ
                     "detach()",
                     region=manifest.region,
                 )
+            missing = {i for i, _ in tangents if incoming[i] is None}
+            if len(missing) == len(tangents):
+                return (None,) * (1 + wanted)
             tensors: list[torch.Tensor] = [*ctx.saved_tensors]
             if ctx.layouts is not None:
                 tensors = [_as_saved(t, *layout) for t, layout in zip(tensors, ctx.layouts, strict=True)]
-            tensors += [conform(incoming[i], slot, i) for i, slot in tangents]
+            tensors += (
+                _with_zeros(incoming, tangents)
+                if missing
+                else [conform(incoming[i], slot, i) for i, slot in tangents]  # type: ignore[arg-type]
+            )
             found = backward.run(tensors)
             result: list[torch.Tensor | None] = [None] * (1 + wanted)
             for position, gradient in zip(targets, found, strict=True):
                 if ctx.needs_input_grad[1 + position]:
                     result[1 + position] = gradient
+            if missing:
+                for position, path in paths:
+                    if path and path <= missing:
+                        result[1 + position] = None
             return tuple(result)
 
     return Pair
@@ -180,6 +195,21 @@ def _as_saved(tensor: Any, *layout: Any) -> Any:
             found=(str(tensor.dtype), tuple(tensor.shape)),
         )
     return relayout(tensor, stride)
+
+
+def _with_zeros(
+    incoming: Sequence[torch.Tensor | None], tangents: Sequence[tuple[int, OutputSlot]]
+) -> list[torch.Tensor]:
+    """The incoming gradients, at least one of which came in; zeros for the others."""
+    device = next(gradient.device for i, _ in tangents if (gradient := incoming[i]) is not None)
+    found = []
+    for i, slot in tangents:
+        gradient = incoming[i]
+        if gradient is None:
+            dtype = getattr(torch, slot.dtype)
+            gradient = torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=device).zero_()
+        found.append(conform(gradient, slot, i))
+    return found
 
 
 def conform(gradient: torch.Tensor, slot: OutputSlot, index: int) -> torch.Tensor:
