@@ -17,13 +17,14 @@ from aotcache.errors import CaptureError, SpecError, UnsupportedGraph
 from aotcache.graph.functions import recording_functions
 from aotcache.graph.region import Call, Region
 from aotcache.graph.structure import ATTACHED
+from aotcache.graph.wrappers import named_modules
 
 
 def find_regions(model: nn.Module, patterns: Sequence[str], options: Mapping[str, Any]) -> list[Region]:
     """The submodules whose names match one of the fnmatch patterns; "" is the whole model.
 
     A pattern names one level at a time: `layers.*` matches `layers.0` and not
-    `layers.0.mlp`.
+    `layers.0.mlp`. Wrappers for data parallelism and checkpointing are looked through.
 
     Raises:
         SpecError: a pattern that matches nothing, or a container that is never called.
@@ -31,7 +32,7 @@ def find_regions(model: nn.Module, patterns: Sequence[str], options: Mapping[str
     regions: dict[str, Region] = {}
     for pattern in patterns:
         found = False
-        for name, module in model.named_modules():
+        for name, module in named_modules(model):
             if (
                 name.count(".") == pattern.count(".")
                 and fnmatch.fnmatchcase(name, pattern)
@@ -44,7 +45,7 @@ def find_regions(model: nn.Module, patterns: Sequence[str], options: Mapping[str
             names = sorted(
                 {
                     n.rpartition(".")[0] + ".*" if n.rpartition(".")[2].isdigit() else n
-                    for n, _ in model.named_modules()
+                    for n, _ in named_modules(model)
                     if n.count(".") <= 1
                 }
             )

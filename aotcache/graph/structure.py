@@ -16,6 +16,7 @@ from aotcache.graph.findings import NOTHING, Items, Reads
 from aotcache.graph.fingerprint import Walker
 from aotcache.graph.patches import tensor_methods, torch_function
 from aotcache.graph.values import is_trusted_class, module_internals, origin
+from aotcache.graph.wrappers import plain_class
 from aotcache.key import Component
 
 SlotKind = Literal["parameter", "buffer", "input", "lifted"]
@@ -128,7 +129,8 @@ def _walk(
             )
     for label, module in root.named_modules():
         where = label or "(root)"
-        structure.append((where, f"{type(module).__module__}.{type(module).__qualname__}"))
+        cls = plain_class(module)
+        structure.append((where, f"{cls.__module__}.{cls.__qualname__}"))
         walker.checks.attribute(module, "__class__", type(module))
         for table in ("_modules", "_parameters", "_buffers"):
             walker.checks.item(module.__dict__, table, module.__dict__[table])
@@ -179,7 +181,7 @@ def _refuse_hooks(walker: Walker, name: str, label: str, module: nn.Module, root
 
 def _code(walker: Walker, where: str, module: nn.Module, forward: Callable[..., Any] | None) -> None:
     """What runs when the module is called."""
-    cls = type(module)
+    cls = plain_class(module)
     own = module.__dict__
     if forward is None:
         forward = original_forward(module)
@@ -203,7 +205,7 @@ def _code(walker: Walker, where: str, module: nn.Module, forward: Callable[..., 
 def _plain_attributes(
     walker: Walker, structure: Items, where: str, module: nn.Module, holders: list[Holder], label: str
 ) -> None:
-    trusted = is_trusted_class(type(module))
+    trusted = is_trusted_class(plain_class(module))
     own = module.__dict__
     reads_training = "training" in (
         facts(type(module).forward.__code__).names
