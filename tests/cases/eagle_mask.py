@@ -20,9 +20,9 @@ def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return ((kv < REAL) & (q >= kv)) | (kv == q + REAL)
 
 
-def mask(q_len: int = BUCKET, kv_len: int = 2 * BUCKET) -> BlockMask:
+def mask(q_len: int = BUCKET, kv_len: int = 2 * BUCKET, device: str = "cpu") -> BlockMask:
     """The mask for the bucket."""
-    return create_block_mask(visible, None, None, q_len, kv_len, device="cpu")
+    return create_block_mask(visible, None, None, q_len, kv_len, device=device)
 
 
 class Attention(nn.Module):
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.scale = nn.Parameter(torch.ones(tiny.HEAD))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        out = flex_attention(q * self.scale, k, v, block_mask=mask(), enable_gqa=True)
+        out = flex_attention(q * self.scale, k, v, block_mask=mask(device=q.device.type), enable_gqa=True)
         return out, (out * target).sum()
 
 
