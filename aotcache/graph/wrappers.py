@@ -32,7 +32,8 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         while at not in insides:
             at = at.rpartition(".")[0]
         plain = (insides[at] + name[len(at) :]).lstrip(".") if at else name
-        inside = _INSIDE.get(type(module).__name__) if _is_distributed(type(module)) else None
+        cls = plain_class(module)
+        inside = _INSIDE.get(cls.__name__) if _is_distributed(cls) else None
         if inside is None:
             yield plain, module
         else:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, RANK, ROWS = 16, 2, 2
 BUCKETS = (16, 32)
@@ -46,6 +47,8 @@ class Drafter(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
         if tied:
             self.head.weight = self.layers[1].out.weight
+        self.checkpointing: bool | None = None
+        """Whether layers are checkpointed: not at all, or of the reentrant kind or not."""
 
     def forward(self, x: Tensor, documents: Tensor, target: Tensor) -> Tensor:
         """The mean-square loss over positions of a document; padding is in document -1."""
@@ -53,7 +56,10 @@ class Drafter(nn.Module):
         hidden = self.embed(x)
         sides = []
         for layer in self.layers:
-            hidden, side = layer(hidden, visible)
+            if self.checkpointing is None:
+                hidden, side = layer(hidden, visible)
+            else:
+                hidden, side = checkpoint(layer, hidden, visible, use_reentrant=self.checkpointing)
             sides.append(side)
         found = self.head(hidden) + sides[0] * sides[1]
         real = (documents >= 0).unsqueeze(-1)

@@ -34,7 +34,9 @@ def test_gradients_and_their_absence(twins: Twins, loss: str) -> None:
 
 @pytest.mark.parametrize("loss", ["the first", "the second detached"])
 def test_an_optimizer_leaves_weights_alone_that_had_no_part(twins: Twins, loss: str) -> None:
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for model in twins]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for model in twins
+    ]
     for step in range(3):
         for model, optimizer in zip(twins, optimizers, strict=True):
             batch = make_batch(seed=step)
