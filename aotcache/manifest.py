@@ -17,9 +17,27 @@ from aotcache.errors import ManifestError
 from aotcache.key import Component, KeyParts
 from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant
 
-SCHEMA = 1
+SCHEMA = 2
+"""Version of the documents written here."""
+
+_READABLE = (1, 2)
+"""Versions that can be read: the first knows no random inputs, no buffer updates and no aliases."""
 
 _STRICT = ConfigDict(extra="forbid")
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the numbers of a random input are drawn before a graph runs.
+
+    Attributes:
+        operator: One of the operators of `graph/draws.py`, by its registered name.
+        numbers: Its number arguments (a probability, bounds), in its own order.
+    """
+
+    operator: str
+    numbers: tuple[int | float | None, ...]
 
 
 @with_config(_STRICT)
@@ -30,32 +48,75 @@ class InputSlot:
     Attributes:
         kind: Where the worker finds it: a parameter or buffer of the region (by
             qualified name), a tensor of the call, or one lifted out of a closure,
-            a block mask or a plain attribute.
+            a block mask or a plain attribute. Numbers that eager would draw (`random`)
+            come after all of these, in the order in which they are drawn.
         name: Qualified name, or the path inside the call, e.g. `hidden_states` or
             `block_mask.mask_mod.document_ids`.
         dtype: e.g. `float32`.
         shape: Sizes.
         stride: Strides in elements.
         requires_grad: Whether a gradient is taken for it (always False in `infer`).
+        draw: How it is drawn, for kind `random`.
     """
 
-    kind: Literal["parameter", "buffer", "input", "lifted"]
+    kind: Literal["parameter", "buffer", "input", "lifted", "random"]
     name: str
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool
+    draw: Draw | None = None
 
 
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """One tensor that the region returns, in the order of its output tree."""
+    """One tensor that the forward graph hands out: the region's results that are tensors of
+    their own, in the order of its output tree, then the new values of updated buffers."""
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     differentiable: bool
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """Output `output` is the new value of the tensor in input slot `input`, written after the forward."""
+
+    input: int
+    output: int
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class View:
+    """A view of a tensor, relative to it: sizes, strides and offset in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A tensor of the result that no graph returns, because it lies in another's memory.
+
+    Attributes:
+        position: Its place among the tensors of the output tree.
+        of: Whether that other tensor is an input slot or an output slot.
+        index: Which one.
+        view: How it lies there; None where it is the very tensor.
+        detached: Whether no gradient flows through it although one flows through the other.
+    """
+
+    position: int
+    of: Literal["input", "output"]
+    index: int
+    view: View | None
+    detached: bool = False
 
 
 @with_config(_STRICT)
@@ -156,7 +217,8 @@ class Manifest:
         bucket: Named sizes, for people; the key holds the shapes that count.
         digest, size: Of the archive, in bytes.
         members: sha256 of every member of the archive by its name in it.
-        output_tree: The tree of the region's return value, see `graph/tree.py`.
+        output_tree: The tree of the region's return value, see `graph/tree.py`. Its tensors are the
+            outputs, new values aside, with the aliases put in at their positions.
         content: Key over the canonical graphs: equal for identical graphs.
         runner: `native` (aotcache's GIL-free runner) or `torch` (torch's own loader,
             needed where a graph calls operators through the proxy executor).
@@ -181,12 +243,24 @@ class Manifest:
     runner: Literal["native", "torch"]
     certificate: Certificate
     provenance: Provenance
+    mutations: tuple[Mutation, ...] = ()
+    aliases: tuple[Alias, ...] = ()
     schema: int = SCHEMA
 
     @property
     def variant(self) -> Variant:
         """Target and toolchain."""
         return Variant(self.target, self.toolchain)
+
+    @property
+    def called(self) -> tuple[InputSlot, ...]:
+        """The inputs that a call brings along: all but those that are drawn."""
+        return tuple(slot for slot in self.inputs if slot.kind != "random")
+
+    @property
+    def results(self) -> int:
+        """How many tensors the output tree holds."""
+        return len(self.outputs) - len(self.mutations) + len(self.aliases)
 
     @property
     def parts(self) -> KeyParts:
@@ -216,7 +290,7 @@ class Manifest:
         try:
             found = json.loads(data)
             schema = found.get("schema") if isinstance(found, dict) else None
-            if schema != SCHEMA:
+            if schema not in _READABLE:
                 raise ManifestError(
                     f"{where}: manifest schema {schema!r}, expected {SCHEMA}; upgrade aotcache or rebuild it"
                 )
@@ -238,13 +312,17 @@ _MANIFEST = TypeAdapter(Manifest)
 
 __all__ = [
     "SCHEMA",
+    "Alias",
     "Certificate",
     "Component",
+    "Draw",
     "HostContract",
     "InputSlot",
     "Manifest",
     "Measurement",
+    "Mutation",
     "OutputSlot",
     "PairContract",
     "Provenance",
+    "View",
 ]

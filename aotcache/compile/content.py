@@ -19,10 +19,10 @@ from torch import fx
 
 from aotcache.compile.graphs import attribute, source_line, target_name
 from aotcache.errors import UnsupportedGraph
-from aotcache.manifest import InputSlot, OutputSlot, PairContract
+from aotcache.manifest import Alias, InputSlot, Mutation, OutputSlot, PairContract
 from aotcache.types import Digest, Mode, Target, Toolchain, sha256
 
-FORMAT = 1
+FORMAT = 2
 """Version of the serialisation; part of every content key."""
 
 _PLAIN = (torch.dtype, torch.layout, torch.memory_format)
@@ -35,11 +35,13 @@ def content_key(
     inputs: Sequence[InputSlot],
     outputs: Sequence[OutputSlot],
     pair: PairContract | None,
+    mutations: Sequence[Mutation] = (),
+    aliases: Sequence[Alias] = (),
     target: Target,
     toolchain: Toolchain,
     options: Mapping[str, Any],
 ) -> Digest:
-    """The sha256 of all that an archive's bytes depend on.
+    """The sha256 of all that an archive's bytes depend on, and of what is done around its graphs.
 
     It is the same in every process. Names of slots stay out, so that equal layers of a
     drafter share one artifact; so do sources, which only name lines. Shapes are static,
@@ -52,9 +54,14 @@ def content_key(
         "format": FORMAT,
         "graphs": [canonical(graph) for graph in graphs],
         "mode": mode,
-        "inputs": [[s.dtype, s.shape, s.stride, s.requires_grad] for s in inputs],
+        "inputs": [
+            [s.dtype, s.shape, s.stride, s.requires_grad, None if s.draw is None else asdict(s.draw)]
+            for s in inputs
+        ],
         "outputs": [asdict(s) for s in outputs],
         "pair": None if pair is None else asdict(pair),
+        "mutations": [asdict(m) for m in mutations],
+        "aliases": [asdict(a) for a in aliases],
         "target": str(target),
         "toolchain": [toolchain.torch, toolchain.git, toolchain.cuda],
         "options": {name: repr(value) for name, value in options.items()},

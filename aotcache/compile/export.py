@@ -1,9 +1,10 @@
 """Step one: a flat call becomes an exported program, or a refusal that says where.
 
-What an artifact cannot do faithfully is refused here, before anything is compiled:
-writes to inputs, random numbers, outputs that share memory with inputs or with each
-other, and shapes that depend on values. A silently wrong artifact is the worst outcome
-there is, so what is not understood is refused too.
+What no artifact can do is refused here, before anything is compiled: shapes that depend
+on values, tensors that would be baked in, gradients that are made outside of the graph.
+What a worker does around a graph (`effects.py`) is for the next step to judge. A
+silently wrong artifact is the worst outcome there is, so what is not understood is
+refused too.
 """
 
 from __future__ import annotations
@@ -18,17 +19,15 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from aotcache.compile.flex_operator import is_operators_own
 from aotcache.compile.graphs import (
     AUTOCAST_DEVICES,
-    argument_of,
     blank,
     call_nodes,
     clean_trace,
     error_line,
     handed_on,
     is_library,
-    maker,
-    memory_use,
     operator_name,
     output_nodes,
     replaced,
@@ -87,7 +86,7 @@ def _own_gradients_refused(region: str) -> Iterator[None]:
         differentiated = any(
             isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())
         )
-        if torch.is_grad_enabled() and differentiated:
+        if torch.is_grad_enabled() and differentiated and not is_operators_own(cls):
             raise _not_in_graph(
                 region, f"the autograd function {cls.__qualname__} is called", "its own backward"
             )
@@ -167,7 +166,7 @@ def fresh_examples(examples: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]
 
 
 def export_flat(
-    fn: FlatCall, examples: Sequence[torch.Tensor], names: Sequence[str], *, region: str, train: bool
+    fn: FlatCall, examples: Sequence[torch.Tensor], *, region: str, train: bool
 ) -> ExportedProgram:
     """Exports a flat call with static shapes.
 
@@ -179,7 +178,6 @@ def export_flat(
         fn: The call. Its result may hold None, which gets no output slot.
         examples: One tensor per argument; those with `requires_grad` get a gradient
             when `train`, and say so to code that asks. No two may be the same tensor.
-        names: One name per argument, for messages.
         region: The region's name, for messages.
         train: Whether a backward is to follow.
 
@@ -222,7 +220,7 @@ def export_flat(
             region=region,
             line=error_line(error),
         ) from error
-    _refuse_unsupported(program, names, region)
+    _refuse_unsupported(program, region)
     return program
 
 
@@ -242,7 +240,8 @@ def _source(line: str | None) -> str:
     return f", in `{text}`" if text else ""
 
 
-def _refuse(region: str, node: fx.Node | None, what: str, advice: str) -> UnsupportedGraph:
+def refusal(region: str, node: fx.Node | None, what: str, advice: str) -> UnsupportedGraph:
+    """What to raise for `what` is done by `node`, naming operator and line."""
     line = source_line(node) if node is not None else None
     operator = operator_name(node) if node is not None and node.op == "call_function" else None
     by = f" by {operator} at {_at(line)}" if operator else ""
@@ -251,20 +250,12 @@ def _refuse(region: str, node: fx.Node | None, what: str, advice: str) -> Unsupp
     )
 
 
-def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: str) -> None:
+def _refuse_unsupported(program: ExportedProgram, region: str) -> None:
     module = program.graph_module
     for node in call_nodes(module):
-        _refuse_random(node, region)
         _refuse_symbolic(node, region)
-    signature = program.graph_signature
-    users = list(signature.user_inputs)
-    placeholders = [n.name for n in module.graph.find_nodes(op="placeholder")]
-    label = {
-        i: names[users.index(name)] if name in users else f"the constant {name}"
-        for i, name in enumerate(placeholders)
-    }
-    outputs = output_nodes(module.graph)
-    for position, value in enumerate(outputs):
+    users = set(program.graph_signature.user_inputs)
+    for position, value in enumerate(output_nodes(module.graph)):
         if value is not None and not isinstance(value, fx.Node):
             raise UnsupportedGraph(
                 f"region {region!r}: output {position} is {type(value).__name__} {value!r}, expected a "
@@ -274,7 +265,7 @@ def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: 
     for node in call_nodes(module):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise _refuse(
+            raise refusal(
                 region,
                 node,
                 f"a tensor of layout {value.layout} is made",
@@ -283,31 +274,6 @@ def _refuse_unsupported(program: ExportedProgram, names: Sequence[str], region: 
     for placeholder in module.graph.find_nodes(op="placeholder"):
         if placeholder.name not in users:
             _refuse_baked(placeholder, region)
-    use = memory_use(module)
-    for position, node in use.written:
-        raise _refuse(
-            region,
-            node,
-            f"{label[position]} is changed in place",
-            "Compute a new tensor instead, or leave this part out of the region",
-        )
-    for output, position in use.output_of_input.items():
-        itself = outputs[output].op == "placeholder"
-        raise _refuse(
-            region,
-            maker(outputs[output]),
-            f"output {output} is {label[position]} itself"
-            if itself
-            else f"output {output} shares memory with {label[position]}, made",
-            "Return a copy (`.clone()`), or compute it outside the region",
-        )
-    for output, earlier in use.output_of_output.items():
-        raise _refuse(
-            region,
-            maker(outputs[output]),
-            f"outputs {earlier} and {output} share memory, made",
-            "Return a copy of one of them (`.clone()`)",
-        )
 
 
 def _refuse_baked(constant: fx.Node, region: str) -> None:
@@ -320,31 +286,12 @@ def _refuse_baked(constant: fx.Node, region: str) -> None:
         if inner is not None:
             _refuse_baked(inner, region)
         elif node.target not in (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default):
-            raise _refuse(
+            raise refusal(
                 region,
                 node,
                 "a tensor that is no parameter, no buffer and no input is read, and would be baked in,",
                 "Register it as a buffer, or pass it as an input",
             )
-
-
-def _refuse_random(node: fx.Node, region: str) -> None:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return
-    for off in ("train", "training"):
-        if argument_of(node, off, True) is False:
-            return
-    for probability in ("p", "dropout_p"):
-        if argument_of(node, probability, 1.0) == 0.0:
-            return
-    raise _refuse(
-        region,
-        node,
-        "random numbers are drawn",
-        "Set its probability to 0, draw them outside the region and pass them in, "
-        "or leave this part out of the region",
-    )
 
 
 def _refuse_symbolic(node: fx.Node, region: str) -> None:
@@ -355,7 +302,7 @@ def _refuse_symbolic(node: fx.Node, region: str) -> None:
             and any(not isinstance(s, int) for s in (*value.shape, *value.stride()))
         )
         if symbolic:
-            raise _refuse(
+            raise refusal(
                 region,
                 node,
                 "a shape or a number that depends on a tensor's values is computed",

@@ -29,7 +29,8 @@ def _fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that lie in one piece of memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -37,7 +38,7 @@ def _version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def _is_block(target: Any) -> bool:
+def is_block(target: Any) -> bool:
     """Whether a target runs a nested graph as it stands, under another grad mode or autocast."""
     return isinstance(target, torch._ops.HigherOrderOperator) and target_name(target) in (
         "wrap_with_set_grad_enabled",
@@ -62,6 +63,13 @@ def _unannotated() -> Iterator[None]:
 AUTOCAST_DEVICES = ("cpu", "cuda")
 """Device types whose autocast a region may run under."""
 
+_STATISTICS = {
+    "aten.batch_norm.default": (3, 4, 5),
+    "aten.native_batch_norm.default": (3, 4, 5),
+    "aten.instance_norm.default": (3, 4, 5),
+}
+"""Positions of running mean, running variance and of the flag by which an operator writes them."""
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
@@ -83,7 +91,7 @@ def source_line(node: fx.Node) -> str | None:
     ]
     if frames:
         return ":".join(frames[-1])
-    for inner in _nested(node):
+    for inner in nested(node):
         for child in inner.graph.nodes:
             if (line := source_line(child)) is not None:
                 return line
@@ -102,7 +110,7 @@ def error_line(error: BaseException) -> str | None:
     return None
 
 
-def _nested(node: fx.Node) -> Iterator[fx.GraphModule]:
+def nested(node: fx.Node) -> Iterator[fx.GraphModule]:
     """The graph modules that `node` takes as arguments."""
     owner = node.graph.owning_module
     for argument in node.all_input_nodes:
@@ -116,17 +124,17 @@ def maker(node: fx.Node) -> fx.Node:
     """The node that computes what `node` hands on out of nested blocks."""
     if node.op == "call_function" and _callable_name(node.target) == "getitem":  # type: ignore[arg-type]
         block, index = node.args
-        if isinstance(block, fx.Node) and isinstance(index, int) and _is_block(block.target):
-            for inner in _nested(block):
+        if isinstance(block, fx.Node) and isinstance(index, int) and is_block(block.target):
+            for inner in nested(block):
                 return maker(output_nodes(inner.graph)[index])
     return node
 
 
 def handed_on(block: fx.Node, operand: fx.Node) -> fx.Node | None:
     """What stands for `operand` inside a nested block that takes it; None if `block` is no block."""
-    if not _is_block(block.target):
+    if not is_block(block.target):
         return None
-    (inner,) = _nested(block)
+    (inner,) = nested(block)
     placeholders: list[fx.Node] = list(inner.graph.find_nodes(op="placeholder"))
     operands = block.args[len(block.args) - len(placeholders) :]
     return next(p for p, given in zip(placeholders, operands, strict=True) if given is operand)
@@ -274,11 +282,14 @@ class MemoryUse:
         written: `(input position, node)` for the first write to each input.
         output_of_input: Output position to the position of the input it shares memory with.
         output_of_output: Output position to that of an earlier output sharing memory.
+        inputs, results: The fake tensors that the graph was run on and that it returned.
     """
 
     written: list[tuple[int, fx.Node]] = field(default_factory=list)
     output_of_input: dict[int, int] = field(default_factory=dict)
     output_of_output: dict[int, int] = field(default_factory=dict)
+    inputs: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    results: tuple[Any, ...] = field(default=(), repr=False)
 
 
 class _Watch(fx.Interpreter):
@@ -287,9 +298,15 @@ class _Watch(fx.Interpreter):
         self._inputs = inputs
         self._use = use
         self._versions = [_version(t) for t in inputs]
+        self._untold: set[int] = set()
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_block(target):
+        # Statistics that a normalisation keeps are written without a word in its schema.
+        written = _STATISTICS.get(str(target))
+        if written is not None and args[written[2]]:
+            statistics = [args[i] for i in written[:2]]
+            self._untold = {storage_key(t) for t in statistics if isinstance(t, torch.Tensor)}
+        if is_block(target):
             # Watched from inside, so that the operator that writes is found, not its block.
             args = tuple(
                 _Watch(a, self._inputs, self._use).run if isinstance(a, fx.GraphModule) else a for a in args
@@ -297,30 +314,41 @@ class _Watch(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
+        self._untold = set()
         result = super().run_node(n)
         for position, tensor in enumerate(self._inputs):
-            if _version(tensor) != self._versions[position]:
+            if _version(tensor) != self._versions[position] or storage_key(tensor) in self._untold:
                 self._versions[position] = _version(tensor)
                 if all(position != seen for seen, _ in self._use.written):
                     self._use.written.append((position, n))
         return result
 
 
-def memory_use(module: fx.GraphModule) -> MemoryUse:
+def memory_use(
+    module: fx.GraphModule, requires_grad: Sequence[bool] | None = None, *, grad: bool = False
+) -> MemoryUse:
     """Runs `module` on fake tensors made from its placeholders' metadata.
 
     Every placeholder must be a tensor of static shape.
+
+    Args:
+        module: The graph.
+        requires_grad: Of each placeholder; nowhere, if left out.
+        grad: Whether to run it with gradients.
     """
     use = MemoryUse()
-    with _fake_mode(), torch.no_grad():
-        inputs = [blank(n.meta["val"]) for n in module.graph.find_nodes(op="placeholder")]
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    wanted = requires_grad or [False] * len(placeholders)
+    with _fake_mode(), torch.set_grad_enabled(grad):
+        inputs = [blank(n.meta["val"]).requires_grad_(w) for n, w in zip(placeholders, wanted, strict=True)]
         results = _Watch(module, inputs, use).run(*inputs)
-        owners: dict[int, int] = {_storage_key(t): i for i, t in enumerate(inputs)}
+        use.inputs, use.results = tuple(inputs), tuple(results)
+        owners: dict[int, int] = {storage_key(t): i for i, t in enumerate(inputs)}
         makers: dict[int, int] = {}
         for position, value in enumerate(results):
             if not isinstance(value, torch.Tensor):
                 continue
-            key = _storage_key(value)
+            key = storage_key(value)
             if key in owners:
                 use.output_of_input[position] = owners[key]
             elif key in makers:

@@ -6,6 +6,8 @@ not by what the partitioner happens to cut:
 
 - what is an input, or a view of one, is taken from the input, and the view is made
   again in the backward;
+- the old value of what the region changes in place is saved as a copy, since the
+  change comes before the backward;
 - what is an output of the region is taken from that output;
 - of any other tensor the memory's owner is saved once, and views are made again;
 - no two results of either graph share memory, nor do they share it with an input.
@@ -121,7 +123,12 @@ def infer_graph(program: ExportedProgram) -> Pair:
 
 
 def make_pair(
-    program: ExportedProgram, examples: Sequence[torch.Tensor], *, region: str, memory_budget: float = 1.0
+    program: ExportedProgram,
+    examples: Sequence[torch.Tensor],
+    *,
+    region: str,
+    memory_budget: float = 1.0,
+    mutated: Sequence[int] = (),
 ) -> Pair:
     """Splits a program into a forward and a backward graph.
 
@@ -131,6 +138,7 @@ def make_pair(
         region: The region's name, for messages.
         memory_budget: Share of the saved activations to keep, from 0 (recompute all
             that can be) to 1 (recompute what costs nothing).
+        mutated: Positions of the arguments that the caller changes after the forward.
 
     Raises:
         UnsupportedGraph: if no output can be differentiated.
@@ -155,7 +163,7 @@ def make_pair(
                 f"{type(error).__name__}: {error}",
                 region=region,
             ) from error
-        return _split(joint, region, memory_budget)
+        return _split(joint, region, memory_budget, frozenset(mutated))
 
 
 def _return_only(module: fx.GraphModule, values: list[fx.Node]) -> None:
@@ -166,7 +174,7 @@ def _return_only(module: fx.GraphModule, values: list[fx.Node]) -> None:
     module.recompile()
 
 
-def _split(joint: fx.GraphModule, region: str, memory_budget: float) -> Pair:
+def _split(joint: fx.GraphModule, region: str, memory_budget: float, mutated: frozenset[int]) -> Pair:
     (returned,) = joint.graph.find_nodes(op="output")
     described = list(returned.meta["desc"])
     count = sum(_output_index(d) is not None for d in described)
@@ -200,16 +208,20 @@ def _split(joint: fx.GraphModule, region: str, memory_budget: float) -> Pair:
         )
     forward, backward = _partition(joint, count, memory_budget)
     assert_logsumexp(forward)
-    return _Contracted(forward, backward, region).finish(count, tangents, grads_of)  # type: ignore[arg-type]
+    contracted = _Contracted(forward, backward, region, mutated)
+    return contracted.finish(count, tangents, grads_of)  # type: ignore[arg-type]
 
 
 class _Contracted:
     """Rebuilds a partitioned pair so that it fulfils a `PairContract`."""
 
-    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, region: str) -> None:
+    def __init__(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, region: str, mutated: frozenset[int]
+    ) -> None:
         self.forward = forward
         self.backward = backward
         self.region = region
+        self.mutated = mutated
         self.inputs = list(forward.graph.find_nodes(op="placeholder"))
 
     def finish(self, count: int, tangents: list[int], grads_of: list[int | None]) -> Pair:
@@ -263,7 +275,7 @@ class _Contracted:
         others: dict[fx.Node, None] = {}
         for node in saved:
             root, _ = view_root(node)
-            if root.op == "placeholder":
+            if root.op == "placeholder" and self.inputs.index(root) not in self.mutated:
                 inputs.add(self.inputs.index(root))
             elif root in outputs:
                 results.add(outputs.index(root))
@@ -279,9 +291,10 @@ class _Contracted:
         shared = {view_root(node)[0] for node in outputs}
         emitted = []
         for node in intermediates:
-            if node in shared:
-                # An output is a view of it: handed out as it is, a change of that output
-                # would change what the backward reads, and nobody would notice.
+            if node in shared or node.op == "placeholder":
+                # An input gets its new value before the backward. Of which an output is a view, would be
+                # handed out as it is: a change of that output would change what the backward reads, and
+                # nobody would notice.
                 with graph.inserting_before(end):
                     copied = graph.call_function(torch.ops.aten.clone.default, (node,))
                 copied.meta["val"] = node.meta["val"]

@@ -14,20 +14,28 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 
 from aotcache.compile.aoti import compile_pair, compiler_version, log
 from aotcache.compile.content import content_key
-from aotcache.compile.export import FlatCall, export_flat
+from aotcache.compile.effects import Exported, export_call
+from aotcache.compile.export import FlatCall
 from aotcache.compile.host_contract import host_contract
 from aotcache.compile.pair import infer_graph, make_pair
 from aotcache.errors import CompileFailed
-from aotcache.manifest import HostContract, InputSlot, Manifest, OutputSlot, PairContract
+from aotcache.manifest import (
+    Alias,
+    HostContract,
+    InputSlot,
+    Manifest,
+    Mutation,
+    OutputSlot,
+    PairContract,
+)
 from aotcache.types import Digest, Mode, Target, Toolchain
 
 SlotKind = Literal["parameter", "buffer", "input", "lifted"]
 
-export = export_flat
+export = export_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,8 @@ class Prepared:
     inputs: tuple[InputSlot, ...]
     outputs: tuple[OutputSlot, ...]
     pair: PairContract | None
+    mutations: tuple[Mutation, ...]
+    aliases: tuple[Alias, ...]
     content: Digest
 
 
@@ -72,7 +82,7 @@ class Built:
 
 
 def prepare(
-    program: ExportedProgram,
+    exported: Exported,
     examples: Sequence[torch.Tensor],
     *,
     names: Sequence[str],
@@ -86,7 +96,7 @@ def prepare(
     """From an exported program to graphs with a content key.
 
     Args:
-        program: From `export`.
+        exported: From `export`.
         examples, names: As given to `export`.
         kinds: Where a worker finds each tensor.
         region: The region's name, for messages.
@@ -98,13 +108,18 @@ def prepare(
         UnsupportedGraph: if the graph cannot be served faithfully.
         CompileFailed: if tracing the backward fails.
     """
+    effects = exported.effects
     if mode == "train":
         made = make_pair(
-            program, examples, region=region, memory_budget=float(options.get("memory_budget", 1.0))
+            exported.program,
+            [*examples, *exported.noise],
+            region=region,
+            memory_budget=float(options.get("memory_budget", 1.0)),
+            mutated=effects.mutated,
         )
     else:
-        made = infer_graph(program)
-    inputs = tuple(
+        made = infer_graph(exported.program)
+    slots = (
         InputSlot(
             kind=kind,
             name=name,
@@ -115,6 +130,9 @@ def prepare(
         )
         for kind, name, example in zip(kinds, names, examples, strict=True)
     )
+    inputs = (*slots, *effects.draws)
+    results = len(made.outputs) - len(effects.mutated)
+    mutations = tuple(Mutation(slot, results + i) for i, slot in enumerate(effects.mutated))
     graphs = [made.forward] if made.backward is None else [made.forward, made.backward]
     content = content_key(
         graphs,
@@ -122,6 +140,8 @@ def prepare(
         inputs=inputs,
         outputs=made.outputs,
         pair=made.contract,
+        mutations=mutations,
+        aliases=effects.aliases,
         target=target,
         toolchain=toolchain,
         options=options,
@@ -137,6 +157,8 @@ def prepare(
         inputs=inputs,
         outputs=made.outputs,
         pair=made.contract,
+        mutations=mutations,
+        aliases=effects.aliases,
         content=content,
     )
 
@@ -183,6 +205,7 @@ def reuse(prepared: Prepared, other: Manifest) -> Built:
 
 __all__ = [
     "Built",
+    "Exported",
     "FlatCall",
     "Prepared",
     "SlotKind",

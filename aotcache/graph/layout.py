@@ -22,6 +22,7 @@ from aotcache.errors import CallRefused, Unfingerprintable
 from aotcache.graph import tree
 from aotcache.graph.findings import Items
 from aotcache.graph.fingerprint import Walker
+from aotcache.graph.structures import Structure, structure_of
 from aotcache.graph.values import holds_tensor, origin, plain, slots_of
 
 EXACT = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -169,6 +170,9 @@ class Flattener:
             return self._method(name, value, expr)
         if _is_block_mask(kind):
             return self._state(name, value, expr, named_only=False)
+        structure = structure_of(value)
+        if structure is not None and (isinstance(value, tuple | dict) or slots_of(kind)):
+            return self._structure(name, value, structure, expr, inside)
         if isinstance(value, type) or (origin(kind) in ("torch", "stdlib") and not holds_tensor(value)):
             self.walker.visit(name, value)
             self._require(expr, f"{expr} is {self._env(value)}")
@@ -234,6 +238,27 @@ class Flattener:
                 for key in keys
             ),
         )
+
+    def _structure(
+        self, name: str, value: Any, structure: Structure, expr: str | None, inside: bool
+    ) -> tree.Template:
+        """A named tuple, a dataclass that is a dict, or one with slots: all of its fields."""
+        kind, fields, keys = structure.kind, structure.fields, structure.keys
+        self.walker.visit(f"{name}.__class__", kind)
+        self.items.append(
+            (name, f"{structure.form} {kind.__module__}.{kind.__qualname__} of {fields} {keys}")
+        )
+        var = self._let(expr)
+        self._require(var, f"type({var}) is {self._env(kind)}")
+        if keys is not None:
+            self._require(var, f"tuple({var}) == {self._env(keys)} and len({var}.__dict__) == {len(fields)}")
+        items: list[tree.Template] = []
+        for i, (field, item) in enumerate(zip(fields, structure.values(value), strict=True)):
+            read = var and (f"{var}[{i}]" if structure.form != "dataclass" else f"{var}.{field}")
+            items.append(self.visit(f"{name}.{field}", item, read, inside=inside))
+        for key in keys or ():
+            self._require(var, f"dict.get({var}, {key!r}) is {var}.{key}")
+        return tree.Structured(structure, tuple(items))
 
     def _function(self, name: str, fn: types.FunctionType, expr: str | None) -> tree.Template:
         self.walker.function(name, fn, per_call=True)
@@ -371,7 +396,7 @@ def _deep_tensor(template: tree.Template) -> bool:
     match template:
         case tree.TensorAt():
             return True
-        case tree.Items(_, items) | tree.Entries(_, items):
+        case tree.Items(_, items) | tree.Entries(_, items) | tree.Structured(_, items):
             return any(_deep_tensor(i) for i in items)
         case tree.State(_, attributes):
             return _deep_tensor(attributes)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from aotcache.errors import ManifestError, UnsupportedGraph
+from aotcache.graph import structures
 
 
 class Template(Protocol):
@@ -65,6 +66,17 @@ class Entries:
 
     def build(self, tensors: Sequence[Any]) -> Any:
         return {k: item.build(tensors) for k, item in zip(self.keys, self.items, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Structured:
+    """A named tuple or a dataclass."""
+
+    structure: structures.Structure
+    items: tuple[Template, ...]
+
+    def build(self, tensors: Sequence[Any]) -> Any:
+        return self.structure.build([item.build(tensors) for item in self.items])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +161,32 @@ def flatten_output(value: Any, tensors: list[torch.Tensor], region: str) -> Temp
         return Items(type(value), tuple(flatten_output(v, tensors, region) for v in value))
     if type(value) is dict and all(isinstance(k, str) for k in value):
         return Entries(tuple(value), tuple(flatten_output(v, tensors, region) for v in value.values()))
+    structure = structures.structure_of(value)
+    if structure is not None:
+        structures.class_name(structure.kind, region)
+        items = tuple(flatten_output(v, tensors, region) for v in structure.values(value))
+        return Structured(structure, items)
     raise UnsupportedGraph(
         f"region {region!r} returns a {type(value).__module__}.{type(value).__qualname__}; an artifact can "
-        "return tensors, None, numbers, text, tuples, lists and dicts of them: return one of these, "
-        "or choose a smaller region",
+        "return tensors, None, numbers, text, and tuples, lists, dicts, named tuples and dataclasses of them: "
+        "return one of these, or choose a smaller region",
         region=region,
     )
+
+
+def require_rebuilds(value: Any, template: Template, tensors: Sequence[Any], region: str) -> None:
+    """Check that a worker would make `value` of its template, as it travels in a manifest.
+
+    Raises:
+        UnsupportedGraph: it would not.
+    """
+    again = from_json(to_json(template)).build(tensors)
+    if not structures.same(value, again):
+        raise UnsupportedGraph(
+            f"region {region!r} returns a {type(value).__module__}.{type(value).__qualname__} that is another once "
+            "it is put together again of its fields; return plain tuples or dicts, or choose a smaller region",
+            region=region,
+        )
 
 
 def positions(template: Template) -> set[int]:
@@ -162,7 +194,7 @@ def positions(template: Template) -> set[int]:
     match template:
         case TensorAt(index):
             return {index}
-        case Items(_, items) | Entries(_, items):
+        case Items(_, items) | Entries(_, items) | Structured(_, items):
             return set().union(*(positions(item) for item in items))
     return set()
 
@@ -178,11 +210,25 @@ def to_json(template: Template) -> Any:
             return {kind.__name__: [to_json(i) for i in items]}
         case Entries(keys, items):
             return {"dict": [[k, to_json(i)] for k, i in zip(keys, items, strict=True)]}
+        case Structured(structure, items):
+            return {
+                "structure": {
+                    "class": f"{structure.kind.__module__}:{structure.kind.__qualname__}",
+                    "form": structure.form,
+                    "fields": [[f, to_json(i)] for f, i in zip(structure.fields, items, strict=True)],
+                    "keys": None if structure.keys is None else list(structure.keys),
+                }
+            }
     raise TypeError(f"{template!r} is not the template of a result")
 
 
 def from_json(data: Any) -> Template:
-    """The inverse of `to_json`. Raises ManifestError for anything else."""
+    """The inverse of `to_json`.
+
+    Raises:
+        ManifestError: for anything else.
+        RejectedArtifact: a class in it cannot be imported in this process.
+    """
     if isinstance(data, dict) and len(data) == 1:
         ((kind, value),) = data.items()
         if kind == "t" and type(value) is int:
@@ -197,4 +243,27 @@ def from_json(data: Any) -> Template:
             and all(isinstance(p, list) and len(p) == 2 for p in value)
         ):
             return Entries(tuple(k for k, _ in value), tuple(from_json(v) for _, v in value))
-    raise ManifestError(f"output tree {data!r} is none of tensor, constant, tuple, list, dict")
+        if kind == "structure" and isinstance(value, dict):
+            return _structured(value)
+    raise ManifestError(f"output tree {data!r} is none of tensor, constant, tuple, list, dict, structure")
+
+
+def _structured(data: dict[str, Any]) -> Structured:
+    name, form, fields, keys = (data.get(part) for part in ("class", "form", "fields", "keys"))
+    named = isinstance(fields, list) and all(
+        isinstance(f, list) and len(f) == 2 and type(f[0]) is str for f in fields
+    )
+    if (
+        len(data) != 4
+        or type(name) is not str
+        or form not in ("namedtuple", "returned", "dataclass")
+        or not named
+        or not (keys is None or (isinstance(keys, list) and {*keys} <= {f for f, _ in fields or ()}))
+    ):
+        raise ManifestError(f"output tree {data!r} is no structure")
+    kind = structures.find_class(name)
+    structure = structures.Structure(
+        kind, form, tuple(f for f, _ in fields or ()), None if keys is None else tuple(keys)
+    )
+    structures.require_fits(structure, name)
+    return Structured(structure, tuple(from_json(item) for _, item in fields or ()))

@@ -105,7 +105,10 @@ class Attachment:
                 key=call.parts.key,
                 region=self.name,
             )
-        record = make_record(call, answer.executable)
+        try:
+            record = make_record(call, answer.executable)
+        except CallRefused as refusal:
+            return self._missed(args, kwargs, str(refusal), refusal)
         self.records.add(record)
         self.handle.counters.served(self.name, answer.executable.manifest.runner)
         self.handle.counters.hit(self.name)

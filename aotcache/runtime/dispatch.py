@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from aotcache.errors import ManifestError
+from aotcache.errors import CallRefused, ManifestError
 from aotcache.graph import ambient, tree
 from aotcache.graph.region import Call
 from aotcache.graph.strides import has_strides
@@ -49,7 +49,7 @@ class Record:
         ambient: Ambient state of the described call.
         device: Device type of its tensors.
         relayout: `(slot, strides)` of tensors to copy into the compiled layout.
-        run: Runs the graphs on the slots' tensors.
+        run: Runs the graphs on the slots' tensors in the compiled layout; also given as they came.
         build: Puts the result together from the output tensors.
     """
 
@@ -62,7 +62,7 @@ class Record:
     ambient: tuple[Any, ...]
     device: str
     relayout: tuple[tuple[int, tuple[int, ...]], ...]
-    run: Callable[[list[torch.Tensor]], list[Any]]
+    run: Callable[[list[torch.Tensor], list[torch.Tensor]], list[Any]]
     build: Callable[[Sequence[Any]], Any]
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
@@ -85,11 +85,14 @@ class Record:
 
     def execute(self, tensors: list[torch.Tensor]) -> Any:
         """Run on tensors that matched."""
-        for slot, strides in self.relayout:
-            tensors[slot] = relayout(tensors[slot], strides)
+        own = tensors
+        if self.relayout:
+            tensors = list(tensors)
+            for slot, strides in self.relayout:
+                tensors[slot] = relayout(tensors[slot], strides)
         if self.device == "cuda":
             tensors = [t if is_aligned(t) else t.clone() for t in tensors]
-        return self.build(self.run(tensors))
+        return self.build(self.run(tensors, own))
 
 
 def make_record(call: Call, executable: Executable) -> Record:
@@ -97,15 +100,18 @@ def make_record(call: Call, executable: Executable) -> Record:
 
     Raises:
         ManifestError: the manifest describes another call than the one its key stands for.
+        RejectedArtifact: its result is of a class that this process cannot import.
+        CallRefused: the result would hold a view of a tensor that comes in another layout.
     """
     manifest = executable.manifest
     template = tree.from_json(manifest.output_tree)
     _require_fits(call, manifest, template)
     changes = tuple(
         (i, tuple(slot.stride))
-        for i, (tensor, slot) in enumerate(zip(call.tensors, manifest.inputs, strict=True))
+        for i, (tensor, slot) in enumerate(zip(call.tensors, manifest.called, strict=True))
         if not has_strides(tensor, tuple(slot.stride)) or not is_materialised(tensor)
     )
+    _require_views(call, executable, dict(changes))
     device = call.tensors[0].device.type if call.tensors else "cpu"
     return Record(
         region_holds=call.static.still_true,
@@ -125,13 +131,28 @@ def make_record(call: Call, executable: Executable) -> Record:
 def _require_fits(call: Call, manifest: Manifest, template: tree.Template) -> None:
     """Beyond this a tensor that is another than the graph's slot would be read as if it were that one."""
     wanted = [(name, *_metadata(tensor)) for name, tensor in zip(call.names, call.tensors, strict=True)]
-    slots = [(slot.name, slot.dtype, tuple(slot.shape)) for slot in manifest.inputs]
+    slots = [(slot.name, slot.dtype, tuple(slot.shape)) for slot in manifest.called]
     if slots != wanted:
         differing = [(w, s) for w, s in zip(wanted, slots, strict=False) if w != s]
         expected, found = differing[0] if differing else (f"{len(wanted)} inputs", f"{len(slots)}")
         raise _no_fit(manifest, f"its inputs are not those of the call: expected {expected}, found {found}")
-    if not tree.positions(template) <= {*range(len(manifest.outputs))}:
-        raise _no_fit(manifest, f"its result names a tensor beyond its {len(manifest.outputs)} outputs")
+    if not tree.positions(template) <= {*range(manifest.results)}:
+        raise _no_fit(manifest, f"its result names a tensor beyond the {manifest.results} that there are")
+
+
+def _require_views(call: Call, executable: Executable, changes: dict[int, tuple[int, ...]]) -> None:
+    """A view of the copy that the graph was fed with would not be one of the caller's tensor."""
+    for slot in executable.around.views() if executable.around is not None else ():
+        if slot in changes:
+            name, found = call.names[slot], tuple(call.tensors[slot].stride())
+            raise CallRefused(
+                f"region {call.region.name!r} returns a view of {name}, which the artifact expects with strides "
+                f"{changes[slot]}, found {found}; pass it in that layout, or return a copy (`.clone()`)",
+                region=call.region.name,
+                input=name,
+                expected=changes[slot],
+                found=found,
+            )
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:

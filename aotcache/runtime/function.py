@@ -10,6 +10,7 @@ import torch
 
 from aotcache.errors import CallRefused, ManifestError
 from aotcache.manifest import Manifest, OutputSlot
+from aotcache.runtime.effects import Around
 from aotcache.runtime.memory import is_aligned, is_materialised, relayout
 from aotcache.runtime.runner import Runner
 
@@ -45,13 +46,14 @@ class Executable:
         forward, backward: Its graphs; no backward for `infer`.
 
     Raises:
-        ManifestError: the manifest's pair names slots that it does not have.
+        ManifestError: the manifest names slots that it does not have.
     """
 
     def __init__(self, manifest: Manifest, forward: Runner, backward: Runner | None) -> None:
         self.manifest = manifest
         self._forward = forward
         self._outputs = len(manifest.outputs)
+        self.around = Around.of(manifest)
         self._pick_differentiable = _picker(
             [i for i, slot in enumerate(manifest.inputs) if slot.requires_grad]
         )
@@ -60,21 +62,32 @@ class Executable:
             _require_slots(manifest)
             self._apply = _apply_of(_make_function(manifest, forward, backward))
 
-    def infer(self, tensors: list[torch.Tensor]) -> list[Any]:
-        """The outputs, without a backward.
+    def infer(self, tensors: list[torch.Tensor], own: Sequence[torch.Tensor] | None = None) -> list[Any]:
+        """The tensors of the result, without a backward.
 
         Args:
-            tensors: One per input slot, as the manifest describes them.
+            tensors: One per input slot that is not drawn, as the manifest describes them.
+            own: The very tensors of the call, where some were copied into another layout:
+                what the region changes in place, and what its result lies in.
         """
-        return self._forward.run(tensors)[: self._outputs]
+        around = self.around
+        if around is None:
+            return self._forward.run(tensors)[: self._outputs]
+        own = tensors if own is None else own
+        return around.after(own, self._forward.run(around.before(tensors, own))[: self._outputs])
 
-    def train(self, tensors: list[torch.Tensor]) -> list[Any]:
-        """The outputs, with gradients for every input slot that wants one.
+    def train(self, tensors: list[torch.Tensor], own: Sequence[torch.Tensor] | None = None) -> list[Any]:
+        """The tensors of the result, with gradients for every input slot that wants one.
 
         Args:
-            tensors: One per input slot, as the manifest describes them.
+            tensors, own: As for `infer`.
         """
-        return list(self._apply(self._pick_others(tensors), *self._pick_differentiable(tensors)))
+        around = self.around
+        if around is None:
+            return list(self._apply(self._pick_others(tensors), *self._pick_differentiable(tensors)))
+        own = tensors if own is None else own
+        fed = around.before(tensors, own)
+        return around.after(own, list(self._apply(self._pick_others(fed), *self._pick_differentiable(fed))))
 
 
 def _require_slots(manifest: Manifest) -> None:

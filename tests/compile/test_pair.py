@@ -29,7 +29,7 @@ from tests.compile.flat import (
 
 def _pair(fn: Callable[..., Any], examples: Sequence[torch.Tensor], **options: Any) -> Pair:
     names = [f"t{i}" for i in range(len(examples))]
-    program = export_flat(fn, examples, names, region="r", train=True)
+    program = export_flat(fn, examples, region="r", train=True)
     return make_pair(program, examples, region="r", **options)
 
 
@@ -185,7 +185,7 @@ def test_autocast_is_in_the_program_and_not_around_the_backward() -> None:
 
     examples = [_leaf(4, 8), _leaf(8, 8, seed=1)]
     with torch.autocast("cpu", torch.bfloat16):
-        program = export_flat(mixed, examples, ["x", "w"], region="r", train=True)
+        program = export_flat(mixed, examples, region="r", train=True)
         eager = mixed(*examples)
     pair = make_pair(program, examples, region="r")
     assert [s.dtype for s in pair.outputs] == ["bfloat16", "float32"]
@@ -208,21 +208,21 @@ def test_autocast_is_in_the_program_and_not_around_the_backward() -> None:
 
 def test_nothing_to_differentiate_is_refused() -> None:
     x = torch.randn(3)
-    program = export_flat(lambda x: (x * 2,), [x], ["x"], region="layers.1", train=True)
+    program = export_flat(lambda x: (x * 2,), [x], region="layers.1", train=True)
     with pytest.raises(UnsupportedGraph, match=r"layers\.1.*no backward"):
         make_pair(program, [x], region="layers.1")
 
 
 def test_an_output_that_no_gradient_reaches_is_refused() -> None:
     examples = [_leaf(3)]
-    program = export_flat(lambda x: (x.detach() * 2,), examples, ["x"], region="layers.1", train=True)
+    program = export_flat(lambda x: (x.detach() * 2,), examples, region="layers.1", train=True)
     with pytest.raises(UnsupportedGraph, match=r"layers\.1.*no output"):
         make_pair(program, examples, region="layers.1")
 
 
 def test_inference_returns_the_outputs_alone() -> None:
     examples = block_examples(train=False)
-    made = infer_graph(export_flat(block, examples, BLOCK_NAMES, region="r", train=False))
+    made = infer_graph(export_flat(block, examples, region="r", train=False))
     assert made.contract is None
     outputs = made.forward(*examples)
     want, _ = reference(block, examples, [])
@@ -238,7 +238,7 @@ def test_inference_under_autocast_casts_as_eager_does() -> None:
 
     examples = [torch.randn(4, 8), torch.randn(8, 8)]
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        program = export_flat(half, examples, ["x", "w"], region="r", train=False)
+        program = export_flat(half, examples, region="r", train=False)
         eager = half(*examples)[0]
     made = infer_graph(program)
     (got,) = made.forward(*examples)

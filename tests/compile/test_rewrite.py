@@ -44,7 +44,6 @@ def _flex_graph(device: str, options: Any = None) -> fx.GraphModule:
         export_flat(
             lambda q, k, v: (flex_attention(q, k, v),),
             [q, q.clone(), q.clone()],
-            "qkv",
             region="r",
             train=False,
         )
@@ -86,11 +85,11 @@ def test_an_operator_without_the_option_is_refused() -> None:
 def test_a_graph_with_constants_is_exported_again_and_one_without_is_not() -> None:
     x = torch.randn(3)
     with_one = infer_graph(
-        export_flat(lambda x: (x + torch.tensor([1.0, 2.0, 3.0]),), [x], ["x"], region="r", train=False)
+        export_flat(lambda x: (x + torch.tensor([1.0, 2.0, 3.0]),), [x], region="r", train=False)
     ).forward
     assert [t.tolist() for t in rewrite.constants(with_one).values()] == [[1.0, 2.0, 3.0]]
     again = rewrite.own_constants(with_one, [x])
     assert again is not with_one
     assert torch.equal(again(x)[0], x + torch.tensor([1.0, 2.0, 3.0]))
-    without = infer_graph(export_flat(lambda x: (x + 1,), [x], ["x"], region="r", train=False)).forward
+    without = infer_graph(export_flat(lambda x: (x + 1,), [x], region="r", train=False)).forward
     assert rewrite.own_constants(without, [x]) is without
