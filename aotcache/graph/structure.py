@@ -198,8 +198,10 @@ def _code(walker: Walker, where: str, module: nn.Module, forward: Callable[..., 
         torch_function(walker, function)
         return
     walker.visit(f"{where}.forward", function)
-    # A module is not built in a call.
-    walker.methods(where, cls, leave_out=frozenset({"__init__", "__new__"}))
+    # A module is not built in a call, and how the region itself is called (under a checkpoint, say) is its caller's
+    # business: what is compiled begins with its forward.
+    outside = {"__init__", "__new__"} | ({"__call__"} if where == "(root)" else set())
+    walker.methods(where, cls, leave_out=frozenset(outside))
 
 
 def _plain_attributes(

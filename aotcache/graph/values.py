@@ -12,6 +12,8 @@ import torch
 
 _STDLIB = frozenset(sys.stdlib_module_names) | {"__future__", "builtins", "typing_extensions"}
 _TRUSTED = frozenset({"torch", "numpy", "aotcache", "functorch"})
+_COUNTED = "aotcache.integrations."
+"""Of aotcache's own code, what drafters' graphs are made from: it counts as that of other packages does."""
 _SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice)
 _TORCH_PLAIN = (torch.dtype, torch.layout, torch.memory_format)
@@ -38,13 +40,15 @@ _BOOKKEEPING = frozenset(
 def is_trusted_name(module: str) -> bool:
     """Whether a module is torch's or the standard library's, by its dotted name."""
     root = module.partition(".")[0]
-    return root in _TRUSTED or root in _STDLIB
+    return (root in _TRUSTED and not module.startswith(_COUNTED)) or root in _STDLIB
 
 
 def origin(obj: Any) -> str:
     """`torch`, `stdlib`, `site` (an installed package) or `user`, by the module that defines it."""
     module = (obj.__name__ if isinstance(obj, types.ModuleType) else getattr(obj, "__module__", None)) or ""
     root = module.partition(".")[0]
+    if module.startswith(_COUNTED):
+        return "site"
     if root in _TRUSTED:
         return "torch"
     if root in _STDLIB:
