@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +30,7 @@ from aotcache.cli.output import (
 )
 from aotcache.config import recording_environment
 from aotcache.errors import ConfigError, ManifestError
+from aotcache.manifest import Manifest
 from aotcache.recorded import Index, calls_folder, read_index
 from aotcache.store import open_store
 
@@ -160,16 +161,11 @@ class _Report:
 
     def _rows(self, index: Index) -> list[dict[str, Any]]:
         """One row for each region and key, and whether the store has what this host can run."""
-        from aotcache.host import host_facts
-
         stored = open_store(self._store).resolve(set(index.keys))
-        facts, replayed = host_facts(), index.covered()
+        replayed = index.covered()
         rows = []
         for key, recorded in index.keys.items():
-            covered = bool(stored[key]) and not isinstance(
-                compat.best(list(stored[key]), facts), compat.Rejected
-            )
-            state = "covered" if covered else "missing" if key in replayed else "left out"
+            state = "covered" if _runs_here(stored[key]) else "missing" if key in replayed else "left out"
             rows += [
                 {"region": name, "mode": recorded.mode, "key": key, "count": times, "state": state}
                 for name, times in recorded.regions.items()
@@ -195,6 +191,16 @@ class _Report:
         return shlex.join(
             ["aotcache", "warm", str(output), *([] if self._store is None else ["--store", self._store])]
         )
+
+
+def _runs_here(manifests: Iterable[Manifest]) -> bool:
+    """Whether this host can run one of a key's artifacts."""
+    manifests = list(manifests)
+    if not manifests:
+        return False
+    from aotcache.host import host_facts  # needs torch, which takes its time
+
+    return not isinstance(compat.best(manifests, host_facts()), compat.Rejected)
 
 
 def _warn(index: Index) -> None:
