@@ -32,7 +32,7 @@ def working_precision(slots: Sequence[InputSlot], region: str) -> Iterator[None]
     mode = _WorkingPrecision(slots, region)
     with mode:
         yield
-    if mode.made != len(slots):
+    if mode.made != mode.wanted:
         raise mode.other_count()
 
 
@@ -41,14 +41,15 @@ class _WorkingPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, slots: Sequence[InputSlot], region: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._slots = slots
+        self._slots = [slot for slot in slots if draws.asks_generator(slot)]
         self._region = region
         self.made = 0
+        self.wanted = len(self._slots)
 
     def other_count(self) -> CertificateFailed:
         return CertificateFailed(
             f"region {self._region!r}: float64 eager draws random numbers {self.made} times, the artifact "
-            f"{len(self._slots)} times; the region must draw alike in every precision",
+            f"{self.wanted} times; the region must draw alike in every precision",
             region=self._region,
             what="random numbers",
         )
@@ -60,7 +61,7 @@ class _WorkingPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not draws.is_random(func, args, given):
             return func(*args, **given)
         self.made += 1
-        if self.made > len(self._slots):
+        if self.made > self.wanted:
             raise self.other_count()
         return _draw(func, args, given, getattr(torch, self._slots[self.made - 1].dtype))
 

@@ -99,7 +99,6 @@ _OPERATORS: dict[Form, dict[str, tuple[str, ...]]] = {
         "aten.log_normal.default": ("mean", "std"),
         "aten.cauchy.default": ("median", "sigma"),
         "aten.random.default": (),
-        "aten.random.from": ("from", "to"),
         "aten.random.to": ("to",),
     },
     "fill": {
@@ -111,7 +110,6 @@ _OPERATORS: dict[Form, dict[str, tuple[str, ...]]] = {
         "aten.log_normal_.default": ("mean", "std"),
         "aten.cauchy_.default": ("median", "sigma"),
         "aten.random_.default": (),
-        "aten.random_.from": ("from", "to"),
         "aten.random_.to": ("to",),
     },
     "sizes": {
@@ -123,8 +121,6 @@ _OPERATORS: dict[Form, dict[str, tuple[str, ...]]] = {
     },
     "count": {"aten.randperm.default": ("n",)},
 }
-
-_DROPOUTS = frozenset(_OPERATORS["factor"])
 
 
 def argument(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -148,8 +144,7 @@ def is_random(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return False
     if any(argument(operator, args, kwargs, name, 1.0) == 0.0 for name in ("p", "dropout_p")):
         return "dropout" not in str(operator) and "attention" not in str(operator)
-    # Dropout of everything gives zeros, and asks no generator.
-    return not (str(operator) in _DROPOUTS and argument(operator, args, kwargs, "p", 0.0) == 1.0)
+    return True
 
 
 def recipe(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw | None:
@@ -172,6 +167,12 @@ def is_known(slot: InputSlot) -> bool:
     """Whether the slot says how it is drawn, by an operator of the table."""
     known = table().get(slot.draw.operator) if slot.draw is not None else None
     return slot.draw is not None and known is not None and len(slot.draw.numbers) == len(known.numbers)
+
+
+def asks_generator(slot: InputSlot) -> bool:
+    """Whether drawing a slot takes numbers from the generator: dropout of everything gives zeros."""
+    assert slot.draw is not None
+    return not (table()[slot.draw.operator].form == "factor" and slot.draw.numbers == (1.0,))
 
 
 def draw(slot: InputSlot, device: torch.device) -> torch.Tensor:

@@ -34,7 +34,6 @@ REST: dict[str, Any] = {
 
 def _graph(fn: Callable[..., Any], *examples: torch.Tensor) -> fx.GraphModule:
     given = examples or (torch.zeros(3, 4),)
-    names = [f"t{i}" for i in range(len(given))]
     return infer_graph(export_flat(fn, given, region="r", train=False)).forward
 
 

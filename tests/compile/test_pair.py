@@ -17,7 +17,6 @@ from aotcache.errors import UnsupportedGraph
 from aotcache.graph.redirect import redirect_flex
 from aotcache.runtime.dense import dense_attention
 from tests.compile.flat import (
-    BLOCK_NAMES,
     assert_close,
     block,
     block_examples,
@@ -28,7 +27,6 @@ from tests.compile.flat import (
 
 
 def _pair(fn: Callable[..., Any], examples: Sequence[torch.Tensor], **options: Any) -> Pair:
-    names = [f"t{i}" for i in range(len(examples))]
     program = export_flat(fn, examples, region="r", train=True)
     return make_pair(program, examples, region="r", **options)
 
