@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from aotcache import host
@@ -25,7 +26,7 @@ from aotcache.errors import ArtifactMiss, CallRefused, ConfigError, Unfingerprin
 from aotcache.graph import ambient
 from aotcache.graph.capture import find_regions
 from aotcache.graph.functions import function_regions
-from aotcache.graph.region import Region
+from aotcache.graph.region import Call, Region
 from aotcache.graph.structure import ATTACHED
 from aotcache.lockfile import LockedCell, lock_path, read_lock
 from aotcache.recorded import output_path
@@ -34,7 +35,7 @@ from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing
 from aotcache.runtime.dispatch import Records, make_record
 from aotcache.runtime.flex import add_handle, remove_handle
-from aotcache.runtime.resolve import Resolver, explain
+from aotcache.runtime.resolve import Resolved, Resolver, explain
 from aotcache.runtime.stats import Stats
 from aotcache.spec import CompileOptions, Spec, load_spec
 from aotcache.store import open_store
@@ -48,6 +49,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnMiss = Literal["raise", "eager", "record"]
+
+_GRAD_MODE = frozenset(
+    {"grad_fn", "is_grad_enabled", "is_inference", "is_inference_mode_enabled", "is_leaf", "requires_grad"}
+)
+"""Code that asks this may compute something else where gradients are made."""
 
 _CALL = nn.Module._call_impl.__code__  # private torch name, tried on 2.13.0
 """What calls a module's `forward` when the module is called."""
@@ -97,6 +103,8 @@ class Attachment:
             return self._missed(args, kwargs, str(refusal), refusal)
         answer = self.handle.resolver.resolve(call)
         if isinstance(answer, Miss):
+            answer = self._in_training(call, args, kwargs) or answer
+        if isinstance(answer, Miss):
             if self.handle.on_miss == "eager":
                 return self._missed(args, kwargs, answer.reason, None)
             self.handle.counters.miss(self.name)
@@ -113,6 +121,18 @@ class Attachment:
         self.handle.counters.served(self.name, answer.executable.manifest.runner)
         self.handle.counters.hit(self.name)
         return record.execute(call.tensors)
+
+    def _in_training(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Resolved | None:
+        """The artifact of the same call with gradients, whose forward alone serves one without.
+
+        Checkpointing of the reentrant kind makes such calls: in training, but under no_grad.
+        """
+        if call.mode == "train" or not call.static.reads.names.isdisjoint(_GRAD_MODE):
+            return None
+        with torch.enable_grad():
+            other = self.region.describe(args, kwargs)
+        answer = self.handle.resolver.resolve(other) if other.mode == "train" else None
+        return answer if isinstance(answer, Resolved) else None
 
     def _missed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, error: Exception | None
