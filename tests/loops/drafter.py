@@ -8,7 +8,8 @@ head's weight that of the second layer. All layers are one artifact for each mod
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +89,12 @@ def batch(bucket: dict[str, int], device: Any) -> tuple[tuple[()], dict[str, Ten
     }
 
 
-def autocast() -> AbstractContextManager[Any]:
-    """A context for steps: bf16 autocast."""
-    return torch.autocast("cpu", torch.bfloat16)
+@contextmanager
+def careful() -> Iterator[None]:
+    """A context for steps: deterministic algorithms alone."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
