@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from aotcache.compile.graphs import clean_trace, output_nodes, replaced
 from aotcache.compile.host_contract import cpu_level
 from aotcache.compile.pair import example_inputs
-from aotcache.compile.rewrite import own_constants
+from aotcache.compile.rewrite import own_constants, pad_booleans_as_integers
 from aotcache.errors import CompileFailed, ConfigError
 from aotcache.types import Digest, Target, sha256
 
@@ -239,6 +239,7 @@ def compile_pair(
         out.mkdir(parents=True, exist_ok=True)
         try:
             inputs = example_inputs(module)
+            pad_booleans_as_integers(module)
             with torch.no_grad(), clean_trace(), _only(cpu_level(target), flags):
                 files = _aot_compile(
                     _with_call_spec(own_constants(module, inputs), inputs),

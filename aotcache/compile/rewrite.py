@@ -63,6 +63,38 @@ def rewrite_scatters(module: fx.GraphModule) -> None:
         graph.erase_node(node)
 
 
+def pad_booleans_as_integers(module: fx.GraphModule) -> None:
+    """Pads boolean tensors as integers, in the outer graph.
+
+    Inductor's C++ for a padded boolean may choose between two kinds of vector masks, which does
+    not compile: seen with `create_block_mask` for lengths that do not fill their last block.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        position = _PADDING_VALUE.get(node.target)
+        if position is None or node.meta["val"].dtype != torch.bool:
+            continue
+        with graph.inserting_before(node):
+            node.update_arg(0, _converted(graph, node.args[0], torch.int32))
+        if len(node.args) > position and node.args[position] is not None:
+            node.update_arg(position, int(bool(node.args[position])))
+        node.meta = {**node.meta, "val": node.meta["val"].to(torch.int32)}
+        with graph.inserting_after(node):
+            again = _converted(graph, node, torch.bool)
+        node.replace_all_uses_with(again, delete_user_cb=lambda user, own=again: user is not own)
+    module.recompile()
+
+
+_PADDING_VALUE = {torch.ops.aten.pad.default: 3, torch.ops.aten.constant_pad_nd.default: 2}
+"""The operators that pad, and where in their arguments the value stands."""
+
+
+def _converted(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    made = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    made.meta["val"] = node.meta["val"].to(dtype)
+    return made
+
+
 def require_logsumexp(module: fx.GraphModule) -> None:
     """Makes every flex attention of a training graph write its log-sum-exp.
 
