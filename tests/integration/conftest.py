@@ -60,7 +60,7 @@ def _warm_once(_specs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def warm(name: str) -> Warmed:
         if name not in done:
             spec = aotcache.load_spec(_specs / f"{name}.toml")
-            report = aotcache.warm(spec, store=store)
+            report = aotcache.warm(spec, store=store, jobs=2)
             for failed in report.failed:
                 raise AssertionError(f"{failed.cell}: {failed.error}")
             spec.resolve_factory()

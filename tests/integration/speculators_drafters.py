@@ -1,13 +1,9 @@
 """Drafters of the `speculators` package at a size that trains on a CPU, for specs and tests.
 
-Nothing of the package is changed but what its own constructor arguments and public
-attributes allow: the mask builder is set to torch's plain `create_block_mask`, the losses
-are its eager ones, and the weights that its constructors leave as NaN are drawn here.
-
-Two things of it need care with several threads. Its anchor sampling draws from torch's one
-CPU generator, so it is seeded from the batch under a lock: a step is then a function of its
-weights and its batch. And EAGLE-3 layers append to a `DynamicCache` that the caller owns;
-`CachedLayer` keeps that outside of what is compiled.
+They are switched over by `aotcache.integrations.speculators.switch` and else as the package makes
+them: the losses are its eager ones, the weights that its constructors leave as NaN are drawn here.
+Its anchor sampling draws from torch's one CPU generator, so it is seeded from the batch under a
+lock: a step is then a function of its weights and its batch, and no thread's depends on another's.
 
 `attention="eager"` builds the same drafter on the package's own dense attention, which
 neither flex attention nor aotcache has a part in: the reference that tests compare with.
@@ -21,16 +17,16 @@ from typing import Any
 
 import torch
 from speculators.losses import resolve_loss_config
-from speculators.models.attention import create_float_mask
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.dflash import core as dflash_core
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 from speculators.models.peagle import core as peagle_core
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from transformers import DynamicCache, LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+from aotcache.integrations.speculators import switch
 
 FLEX = "simple_flex_attention"
 HIDDEN = 64
@@ -45,9 +41,17 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 # -- factories ---------------------------------------------------------------
 
 
-def build_dflash(*, layers: int = 2, attention: str = FLEX, seed: int = 0) -> nn.Module:
-    """DFlash: Qwen3 layers, the last one with a sliding window."""
-    kinds = ["full_attention"] * (layers - 1) + ["sliding_attention"]
+class CompiledDFlash(DFlashDraftModel):
+    """What the package's class is on a host with CUDA."""
+
+    forward = torch.compile(DFlashDraftModel.forward)
+
+
+def build_dflash(
+    *, layers: int = 2, attention: str = FLEX, seed: int = 0, kind: type[DFlashDraftModel] = DFlashDraftModel
+) -> nn.Module:
+    """DFlash: Qwen3 layers with a sliding window."""
+    kinds = ["sliding_attention"] * layers
     transformer = _qwen3(layers, attention, sliding_window=48, use_sliding_window=True, layer_types=kinds)
     config = DFlashSpeculatorConfig(
         transformer_layer_config=transformer,
@@ -56,7 +60,7 @@ def build_dflash(*, layers: int = 2, attention: str = FLEX, seed: int = 0) -> nn
         aux_hidden_state_layer_ids=[1, 2],
         mask_token_id=MASK_TOKEN,
     )
-    return _finish(DFlashDraftModel(config), attention, seed)
+    return _finish(kind(config), attention, seed)
 
 
 def build_eagle3(*, layers: int = 1, attention: str = FLEX, seed: int = 0) -> nn.Module:
@@ -66,14 +70,10 @@ def build_eagle3(*, layers: int = 1, attention: str = FLEX, seed: int = 0) -> nn
         draft_vocab_size=VOCAB,
         eagle_aux_hidden_state_layer_ids=[1, 2, 3],
     )
-    model = _finish(Eagle3DraftModel(config), attention, seed)
-    if attention == FLEX:
-        for index, layer in enumerate(model.layers):
-            model.layers[index] = CachedLayer(layer)
-    return model
+    return _finish(Eagle3DraftModel(config), attention, seed)
 
 
-def build_peagle(*, layers: int = 2, attention: str = FLEX, seed: int = 0) -> nn.Module:
+def build_peagle(*, layers: int = 1, attention: str = FLEX, seed: int = 0) -> nn.Module:
     """P-EAGLE: Qwen3 layers over all depths at once, with trained embeddings."""
     config = PEagleSpeculatorConfig(
         transformer_layer_config=_qwen3(layers, attention),
@@ -109,8 +109,6 @@ def _layer_config(kind: type, layers: int, attention: str, **more: Any) -> Pretr
 
 
 def _finish(model: Any, attention: str, seed: int) -> Any:
-    # The class chooses torch.compile(create_block_mask), which would trace at the first step.
-    model._create_mask_fn = create_block_mask if attention == FLEX else create_float_mask
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -122,87 +120,7 @@ def _finish(model: Any, attention: str, seed: int) -> Any:
                 scale = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     _seed_sampling()
-    return model.train()
-
-
-# -- the cache of EAGLE-3 ----------------------------------------------------
-
-
-class Appended:
-    """What an attention layer uses of a cache: keys and values so far, new ones at the end."""
-
-    def __init__(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
-        self.keys = keys
-        self.values = values
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append along the sequence; returns all keys and values."""
-        if self.keys is not None and self.values is not None:
-            key_states = torch.cat([self.keys, key_states], dim=-2)
-            value_states = torch.cat([self.values, value_states], dim=-2)
-        self.keys, self.values = key_states, value_states
-        return key_states, value_states
-
-
-class PureLayer(nn.Module):
-    """A decoder layer as a function of tensors: the region that is compiled.
-
-    Its results are the hidden states and the cache's new keys and values.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        keys: torch.Tensor | None,
-        values: torch.Tensor | None,
-        attention_mask: BlockMask,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the layer on `[1, seq, 2 * hidden]` (first layer) or `[1, seq, hidden]`."""
-        cache = Appended(keys, values)
-        out = self.layer(
-            hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            position_embeddings=position_embeddings,
-        )
-        assert cache.keys is not None
-        assert cache.values is not None
-        return out, cache.keys, cache.values
-
-
-class CachedLayer(nn.Module):
-    """Takes a decoder layer's place: reads and writes the cache around `PureLayer`."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.body = PureLayer(layer)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: BlockMask,
-        past_key_values: DynamicCache,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        **_: Any,
-    ) -> torch.Tensor:
-        """The decoder layer's own call, as EAGLE-3 makes it."""
-        index: int = self.body.layer.self_attn.layer_idx
-        known = index < len(past_key_values.layers) and past_key_values.layers[index].is_initialized
-        entry = past_key_values.layers[index] if known else None
-        keys, values = (entry.keys, entry.values) if entry is not None else (None, None)
-        out, keys, values = self.body(hidden_states, keys, values, attention_mask, position_embeddings)
-        if entry is None:
-            past_key_values.update(keys, values, index)
-        else:
-            entry.keys, entry.values = keys, values
-        return out
+    return (switch(model) if attention == FLEX else model).train()
 
 
 # -- sampling that is a function of the batch --------------------------------
@@ -286,30 +204,17 @@ def _packed(seq: int, taps: int, device: Any, seed: int | None, *, loss_end: int
     }
 
 
-# -- the reference -----------------------------------------------------------
-
-
-def reference_name(name: str) -> str:
-    """A parameter's name in the unwrapped drafter."""
-    return name.replace(".body.layer.", ".")
-
-
-def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Set a drafter's weights to another's, wrapped layers or not."""
-    theirs = dict(target.named_parameters())
-    with torch.no_grad():
-        for name, parameter in source.named_parameters():
-            theirs[reference_name(name)].copy_(parameter)
+# -- a step -----------------------------------------------------------
 
 
 def step(model: nn.Module, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """One forward and backward: the loss, and each trained parameter's gradient by reference name."""
+    """One forward and backward: the loss, and each trained parameter's gradient."""
     model.zero_grad(set_to_none=True)
     args, kwargs = batch
     _, loss, _ = model(*args, **kwargs)
     loss.backward()
     return float(loss.detach()), {
-        reference_name(name): parameter.grad.clone()
+        name: parameter.grad.clone()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
