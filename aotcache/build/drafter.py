@@ -88,7 +88,7 @@ class Drafter:
         batches: list[list[Call]] = []
         for given in recorded.examples(call, self.model, self.device):
             made: list[Call] = []
-            with recording(self.regions, made.append, self.functions), given.state():
+            with recording(self.regions, made.append, self.functions), given.state(self.model):
                 with redirect_flex(dense_attention), self.context():
                     self._call(
                         f"drafter, given recorded call {bucket[CALL]},",

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aotcache.errors import CaptureError
-from aotcache.graph.examples import read_example, state_of
+from aotcache.graph.examples import Given, read_example
 from aotcache.key import Difference
 from aotcache.recorded import EXAMPLES, RecordedCall, read_index
 from aotcache.spec import CALL, Spec
@@ -24,20 +21,6 @@ _BATCHES = 2
 """Times that a call is made at least, on whatever examples there are; warming makes its batches so, too."""
 
 _FILE = re.compile(r"file \d+")
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """One example of a call.
-
-    Attributes:
-        args, kwargs: What the drafter is given.
-        state: The drafter's modes and whether gradients are on.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    state: Callable[[], AbstractContextManager[None]]
 
 
 class Replay:
@@ -67,10 +50,7 @@ class Replay:
         """Every example of a call, and from the first one again where there are too few."""
         times = min(max(_BATCHES, len(call.examples)), EXAMPLES)
         for example in itertools.islice(itertools.cycle(call.examples), times):
-            args, kwargs = read_example(
-                self._folder, example, model, device, resolve=self._spec.resolve_argument
-            )
-            yield Given(args, kwargs, functools.partial(state_of, example, model))
+            yield read_example(self._folder, example, model, device, resolve=self._spec.resolve_argument)
 
     def require_made(self, call: RecordedCall, made: Sequence[Call]) -> None:
         """Check that a call led to what it led to in the run; code that was edited since may be another.

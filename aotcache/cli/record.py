@@ -162,22 +162,27 @@ class _Report:
     def _rows(self, index: Index) -> list[dict[str, Any]]:
         """One row for each region and key, and whether the store has what this host can run."""
         stored = open_store(self._store).resolve(set(index.keys))
-        replayed = index.covered()
         rows = []
         for key, recorded in index.keys.items():
-            state = "covered" if _runs_here(stored[key]) else "missing" if key in replayed else "left out"
-            rows += [
-                {"region": name, "mode": recorded.mode, "key": key, "count": times, "state": state}
-                for name, times in recorded.regions.items()
-            ]
-        return sorted(rows, key=lambda row: (row["region"], row["mode"], -row["count"]))
+            calls = [number for number in index.numbers() if key in index.calls[number - 1].keys]
+            state = "covered" if _runs_here(stored[key]) else "missing" if calls else "left out"
+            row = {"mode": recorded.mode, "key": key, "calls": calls, "state": state}
+            rows += [{"region": name, "count": times, **row} for name, times in recorded.regions.items()]
+        return sorted(rows, key=lambda row: (row["region"], row["calls"], row["key"]))
 
     def _print(self, r: _Record, index: Index, rows: list[dict[str, Any]]) -> None:
         if rows:
             print_table(
-                ("region", "mode", "calls", "store", "key"),
+                ("region", "mode", "call", "count", "store", "key"),
                 [
-                    (human_region(w["region"]), w["mode"], str(w["count"]), w["state"], w["key"][:12])
+                    (
+                        human_region(w["region"]),
+                        w["mode"],
+                        ",".join(map(str, w["calls"])) or "-",
+                        str(w["count"]),
+                        w["state"],
+                        w["key"][:12],
+                    )
                     for w in rows
                 ],
             )

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from aotcache.errors import CaptureError, ManifestError
+from aotcache.graph import generators
 from aotcache.graph.strides import has_strides
 from aotcache.recorded import Example
 
@@ -53,9 +54,22 @@ def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_example(
-    folder: Path, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, grad: bool
+    folder: Path,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    grad: bool,
+    drawn: Mapping[str, Any],
 ) -> Example:
     """Write one call of `model` into a folder.
+
+    Args:
+        folder: Where to; created if need be.
+        model: The drafter, in the modes that it had.
+        args, kwargs: What it was given.
+        grad: Whether gradients were on.
+        drawn: Where the generators of random numbers stood, see `generators.read`.
 
     Raises:
         CaptureError: an argument that cannot be kept, by name.
@@ -69,7 +83,7 @@ def write_example(
     file = f"{uuid.uuid4().hex[:16]}.safetensors"
     draft = folder / f".{file}"
     try:
-        save_file(writer.tensors, draft)
+        save_file(writer.tensors | generators.as_tensors(drawn), draft)
         os.replace(draft, folder / file)
     finally:
         draft.unlink(missing_ok=True)
@@ -183,10 +197,42 @@ def _is_its_fields(value: Any) -> bool:
     return type(value).__bases__ == (object,) and getattr(value, "__dict__", {}).keys() == names
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """A recorded call that can be made again.
+
+    Attributes:
+        args, kwargs: What the drafter is given.
+        drawn: Where the generators of random numbers stood.
+        example: What was recorded.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    drawn: dict[str, Tensor]
+    example: Example
+
+    @contextmanager
+    def state(self, model: nn.Module) -> Iterator[None]:
+        """Within it, modes, gradients and generators are as they were when the call was recorded."""
+        example = self.example
+        model.train(example.training)
+        known = dict(model.named_modules())
+        for name in example.others:
+            if name not in known:
+                raise ManifestError(
+                    f"the recorded drafter has a module {name!r}, and the one that the factory builds has none; let "
+                    "the factory build what the run trains, or record again"
+                )
+            known[name].training = not example.training
+        with torch.set_grad_enabled(example.grad), generators.set_to(self.drawn):
+            yield
+
+
 def read_example(
     folder: Path, example: Example, model: nn.Module, device: torch.device, resolve: Callable[[str], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a recorded call.
+) -> Given:
+    """Read a recorded call.
 
     Args:
         folder: Where `write_example` wrote it.
@@ -201,10 +247,11 @@ def read_example(
     """
     path = folder / example.file
     try:
-        tensors = load_file(path, device=str(device))
+        tensors = load_file(path)
         reader = _Reader(tensors, model, device, resolve)
         args = tuple(reader.build(tree) for tree in example.args)
-        return args, {name: reader.build(tree) for name, tree in example.kwargs.items()}
+        kwargs = {name: reader.build(tree) for name, tree in example.kwargs.items()}
+        return Given(args, kwargs, {n: t for n, t in tensors.items() if n.startswith("random ")}, example)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ManifestError(
             f"the recorded call in {path} cannot be made again: {type(error).__name__}: {error}; record it again",
@@ -284,20 +331,4 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-@contextmanager
-def state_of(example: Example, model: nn.Module) -> Iterator[None]:
-    """Within it, `model` is in the mode, and gradients are on or off, as they were in the recorded call."""
-    model.train(example.training)
-    known = dict(model.named_modules())
-    for name in example.others:
-        if name not in known:
-            raise ManifestError(
-                f"the recorded drafter has a module {name!r}, and the one that the factory builds has none; let the "
-                "factory build what the run trains, or record again"
-            )
-        known[name].training = not example.training
-    with torch.set_grad_enabled(example.grad):
-        yield
-
-
-__all__ = ["read_example", "state_of", "tensors_of", "write_example"]
+__all__ = ["Given", "read_example", "tensors_of", "write_example"]

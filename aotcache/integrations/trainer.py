@@ -63,6 +63,8 @@ class AotcacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             for module in model.modules():
                 if isinstance(module, GradientCheckpointingLayer) and ATTACHED in vars(module):
                     self._hooks.append(module.register_forward_pre_hook(_leave_out, with_kwargs=True))
+            if self._hooks and self.handle.recorder is not None:
+                self.handle.recorder.leave_out(_OF_THE_LOSS)
             found = self.handle.prefetch(group="world" if _is_one_of_many() else None)
         except BaseException:
             self.detach()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from aotcache.config import Settings
 from aotcache.errors import AotcacheError, CallRefused, CaptureError, Unfingerprintable, UnsupportedGraph
-from aotcache.graph import ambient
+from aotcache.graph import ambient, generators
 from aotcache.graph.examples import tensors_of, write_example
 from aotcache.recorded import (
     EXAMPLES,
@@ -51,7 +51,10 @@ _TRIES = 3
 """Examples of one call that may fail to be written before no more are tried."""
 
 _PAUSE = 1.0
-"""Seconds between two looks at the disk while a run goes on. Counts are added at its end."""
+"""Seconds at least between two writes of the record while a run goes on. Counts are added at its end."""
+
+_SHARE = 20
+"""How much longer than a write the pause after it is: a long record must not slow the run down."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ class _Frame:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad: bool
+    drawn: dict[str, Any]
     handling: BaseException | None
     versions: list[tuple[str, Tensor, int]]
     keys: set[CacheKey] = field(default_factory=set)
@@ -115,8 +119,9 @@ class Recorder:
         self._hooks: list[Any] = []
         self._keys: dict[CacheKey, tuple[Mode, list[Digest]]] = {}
         self._components: dict[Digest, dict[str, Any]] = {}
+        self._ignored: frozenset[str] = frozenset()
         self._told: set[str] = set()
-        self._written = -_PAUSE
+        self._due = 0.0
         self._unwritten = False
         self._open = False
         self._begin()
@@ -145,13 +150,19 @@ class Recorder:
             except OSError:
                 pass  # a rank on another host: the record itself is what counts
 
+    def leave_out(self, name: str) -> None:
+        """Keep a keyword argument of the drafter out of the record, because no region gets it in this run."""
+        self._ignored |= {name}
+
     # -- what is called -------------------------------------------------------
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The drafter is about to be called."""
+        kwargs = {name: value for name, value in kwargs.items() if name not in self._ignored}
         tensors = [*tensors_of("args", args), *tensors_of("", kwargs)]
         versions = [(name, t, t._version) for name, t in tensors if not t.is_inference()]
-        frame = _Frame(args, kwargs, torch.is_grad_enabled(), sys.exc_info()[1], versions)
+        grad = torch.is_grad_enabled()
+        frame = _Frame(args, kwargs, grad, generators.read(), sys.exc_info()[1], versions)
         self._stacks.frames.append(frame)
 
     def after(self, model: nn.Module) -> None:
@@ -167,7 +178,7 @@ class Recorder:
                 self._news.left_out.update(set(frame.refused))
         elif frame.keys:
             self._ended(model, frame)
-        if self._unwritten and time.monotonic() - self._written >= _PAUSE:
+        if self._unwritten and time.monotonic() >= self._due:
             self.write()
 
     def region(self, region: Region, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -211,7 +222,9 @@ class Recorder:
             calls.taken += 1
         try:
             _require_unchanged(frame)
-            example = write_example(self._folder, model, frame.args, frame.kwargs, grad=frame.grad)
+            example = write_example(
+                self._folder, model, frame.args, frame.kwargs, grad=frame.grad, drawn=frame.drawn
+            )
         except Exception as error:  # noqa: BLE001 - the run goes on, whatever it is
             text = str(error) if isinstance(error, AotcacheError) else f"{type(error).__name__}: {error}"
             self._tell(text)
@@ -237,7 +250,8 @@ class Recorder:
         with self._mine():
             news, self._news = self._news, _News()
             newer = self._index(news)
-            self._written, self._unwritten = time.monotonic(), False
+            self._unwritten = False
+        started = time.monotonic()
         try:
             return add(self._spec, self.output, newer, seconds=self._seconds)
         except AotcacheError as error:
@@ -245,6 +259,9 @@ class Recorder:
             with self._mine():
                 self._return(news, newer)
             return None
+        finally:
+            now = time.monotonic()
+            self._due = now + max(_PAUSE, _SHARE * (now - started))
 
     def _index(self, news: _News) -> Index:
         """What is new as a record, taken out of what is counted. Under the lock."""

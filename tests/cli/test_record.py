@@ -191,8 +191,8 @@ def test_a_recorded_run_compiles_nothing_and_ends_with_what_to_build(story: Stor
     results = json.loads(done.out.splitlines()[0])
     assert [(r["eager_calls"], r["hits"], r["misses"], r["traces"]) for r in results] == [(3, 0, 0, 0)] * 2
     lines = [line.split() for line in done.out.splitlines()[1:]]
-    assert lines[0] == ["region", "mode", "calls", "store", "key"]
-    assert lines[1][:4] == ["layers.0", "train", "6", "missing"]
+    assert lines[0] == ["region", "mode", "call", "count", "store", "key"]
+    assert lines[1][:5] == ["layers.0", "train", "1", "6", "missing"]
     assert done.out.endswith(f"to build: aotcache warm {folder / 'drafter.recorded.toml'}\n")
     index = read_index(folder / "drafter.recorded.calls")
     assert [(call.mode, call.count, len(call.examples)) for call in index.calls] == [("train", 6, 3)]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from aotcache.errors import CaptureError, ManifestError
-from aotcache.graph.examples import read_example, state_of, write_example
+from aotcache.graph import generators
+from aotcache.graph.examples import read_example, write_example
+from aotcache.recorded import Example
 
 HERE = __name__
 
@@ -62,8 +66,13 @@ class Model(nn.Module):
 def back(
     folder: Path, *args: Any, model: nn.Module | None = None, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    written = write_example(folder, Model(), args, kwargs, grad=True)
-    return read_example(folder, written, model or Model(), torch.device("cpu"), resolve)
+    written = write(folder, Model(), *args, **kwargs)
+    given = read_example(folder, written, model or Model(), torch.device("cpu"), resolve)
+    return given.args, given.kwargs
+
+
+def write(folder: Path, model: nn.Module, *args: Any, grad: bool = True, **kwargs: Any) -> Example:
+    return write_example(folder, model, args, kwargs, grad=grad, drawn=generators.read())
 
 
 @pytest.mark.parametrize(
@@ -107,10 +116,10 @@ def test_one_tensor_twice_is_one_tensor_and_equal_ones_are_two(tmp_path: Path) -
 
 def test_weights_of_the_model_are_those_of_the_model_that_is_called(tmp_path: Path) -> None:
     model, other = Model(), Model()
-    written = write_example(tmp_path, model, (model.tied.weight,), {"bias": model.head.bias}, grad=True)
-    args, kwargs = read_example(tmp_path, written, other, torch.device("cpu"), resolve)
-    assert args[0] is other.head.weight
-    assert kwargs["bias"] is other.head.bias
+    written = write(tmp_path, model, model.tied.weight, bias=model.head.bias)
+    given = read_example(tmp_path, written, other, torch.device("cpu"), resolve)
+    assert given.args[0] is other.head.weight
+    assert given.kwargs["bias"] is other.head.bias
     with pytest.raises(ManifestError, match="record it again"):
         read_example(tmp_path, written, nn.Linear(1, 1), torch.device("cpu"), resolve)
 
@@ -167,18 +176,37 @@ def test_modes_are_those_of_the_call(tmp_path: Path) -> None:
     model = Model()
     model.train()
     model.head.eval()
-    written = write_example(tmp_path, model, (), {}, grad=False)
+    given = read_example(tmp_path, write(tmp_path, model, grad=False), model, torch.device("cpu"), resolve)
     other = Model().eval()
-    with state_of(written, other):
+    with given.state(other):
         assert (other.training, other.head.training, other.tied.training) == (True, False, True)
         assert not torch.is_grad_enabled()
     with pytest.raises(ManifestError, match="'head'"):
-        with state_of(written, nn.Linear(1, 1)):
+        with given.state(nn.Linear(1, 1)):
             pass
 
 
+def test_what_the_drafter_draws_is_drawn_again_and_nothing_else_notices(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [float(torch.rand(())), random.random(), random.gauss(0, 1), float(numpy.random.randn())]
+
+    draw()  # of a pair of normal numbers, one is left
+    model = Model()
+    given = read_example(tmp_path, write(tmp_path, model), model, torch.device("cpu"), resolve)
+    first, second = draw(), draw()
+    for _ in range(2):
+        with given.state(model):
+            assert draw() == first
+            assert draw() == second
+    after = draw()
+    with given.state(model):
+        draw()
+    assert after not in (first, second)
+    assert draw() not in (first, second, after)
+
+
 def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
-    written = write_example(tmp_path, Model(), (torch.ones(2),), {}, grad=True)
+    written = write(tmp_path, Model(), torch.ones(2))
     (tmp_path / written.file).unlink()
     with pytest.raises(ManifestError, match=written.file):
         read_example(tmp_path, written, Model(), torch.device("cpu"), resolve)

@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from aotcache.spec import load_spec
 MODULE = """
 import torch
 from torch import nn
+
+from aotcache.flex import create_block_mask, flex_attention
 
 
 class Layer(nn.Module):
@@ -56,6 +59,17 @@ class Model(nn.Module):
         if fail:
             raise RuntimeError("on request")
         return x.mean() if reduce is None else reduce(x)
+
+
+class DropIns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.keys = nn.Parameter(torch.randn(1, 1, 16, 8))
+
+    def forward(self, x, docs):
+        same = lambda b, h, q, kv: docs[q] == docs[kv]
+        mask = create_block_mask(same, None, None, 16, 16, device="cpu")
+        return flex_attention(x, self.keys, x, block_mask=mask).sum()
 
 
 def build():
@@ -228,6 +242,33 @@ def test_calls_outside_of_the_drafters_forward_are_named(run: Run) -> None:
     assert "'layers.0' in mode train" in problem
     assert "outside of the drafter's own forward (once)" in problem
     assert run.index.numbers() == [1]
+
+
+def test_drop_in_functions_are_found_and_named_where_they_stand_outside(run: Run, tmp_path: Path) -> None:
+    spec = tmp_path / "functions.toml"
+    spec.write_text(SPEC.replace(":build", ":DropIns").replace('["layers.*"]', "[]"))
+    model, given, docs = run.module.DropIns(), torch.randn(1, 1, 16, 8), torch.arange(16) // 4
+    spec = load_spec(spec)
+    written = replace(spec, path=run.spec.with_name("functions.toml"))  # where its factory's module lies
+    with aotcache.attach(model, written):
+        model(given, docs).backward()
+        run.module.flex_attention(given, given, given)
+    index = run.index
+    names = [name for key in index.calls[0].keys for name in index.keys[key].regions]
+    assert sorted(names) == ["create_block_mask", "flex_attention"]
+    (problem,) = index.problems()
+    assert "'flex_attention' in mode infer" in problem
+    (batch, _) = run.drafter().capture({"call": 1}, "train")
+    assert {call.parts.key for call in batch} == set(index.calls[0].keys)
+
+
+def test_what_no_region_gets_can_be_kept_out(run: Run) -> None:
+    model = run.module.build()
+    with run.attach(model) as handle:
+        handle.recorder.leave_out("reduce")  # type: ignore[union-attr]
+        model(x(2), reduce=lambda y: y.sum())
+    (example,) = run.index.calls[0].examples
+    assert example.kwargs == {}
 
 
 def test_calls_that_no_artifact_can_take_are_named(run: Run) -> None:
