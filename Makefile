@@ -27,6 +27,7 @@ check: $(READY)  ## Lint and types: ruff, mypy --strict
 	@$(BIN)/mypy
 
 bench: $(READY)  ## Every benchmark: tables here, JSON in bench/results/
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[bench]'
 	@$(BIN)/python -m bench $(ARGS)
 
 clean:  ## Remove the virtual environment and the caches of the tools

@@ -27,6 +27,8 @@ _FILES = (
     "bench/layer.toml",
     "bench/lengths.toml",
     "bench/sixteen.toml",
+    "bench/stream.toml",
+    "bench/stream_drafter.py",
     "examples/dflash/dflash_drafter.py",
 )
 
