@@ -41,10 +41,11 @@ _BLOCK = 128
 def switch(model: M) -> M:
     """Make a drafter run from artifacts: its attention, its masks and an uncompiled forward.
 
-    Call it in the spec's factory and before `attach`; once is enough, deep copies and pickles
-    stay switched. What the drafter was built with ("simple_flex_attention", "sdpa", "eager") does
-    not matter. Nothing is traced by a switched drafter, but for the package's default loss where
-    Triton is missing or beside it: on CPU, pass `resolve_loss_config(..., "eager")`.
+    Call it in the spec's factory, before `attach`. Deep copies and pickles stay switched. What the
+    drafter was built with ("simple_flex_attention", "sdpa", "eager") does not matter.
+
+    The loss stays the package's own. Its default is a kernel of Triton's, which does not run on CPUs:
+    there, pass `loss_config=resolve_loss_config("kl_div", "eager")`.
 
     Args:
         model: A DFlash, EAGLE-3 or P-EAGLE drafter, or one derived from these; not wrapped.
@@ -56,9 +57,7 @@ def switch(model: M) -> M:
         ConfigError: `speculators` is not installed, or the model is none of these.
     """
     families = _families()
-    layers = getattr(model, "layers", None)
-    attentions = [m for m in layers.modules() if _chooses_attention(m)] if layers is not None else []
-    if not isinstance(model, families) or not attentions:
+    if not isinstance(model, families):
         raise ConfigError(
             f"cannot switch a {type(model).__module__}.{type(model).__qualname__}; expected one of "
             f"{', '.join(family.__name__ for family in families)} or a class derived from these. Of a wrapped or "
@@ -70,10 +69,11 @@ def switch(model: M) -> M:
     drafter: Any = model
     drafter._create_mask_fn = MaskBuilder(whole_blocks=_grows_by_blocks(type(drafter)))
     drafter._attn_impl = _FLEX
-    for attention_module in attentions:
-        # A copy: drafters may share their configuration, and checkpoints hold it.
-        attention_module.config = copy.copy(attention_module.config)
-        attention_module.config._attn_implementation = ATTENTION
+    for module in drafter.layers.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            # A copy: drafters may share their configuration, and checkpoints hold it.
+            module.config = copy.copy(module.config)
+            module.config._attn_implementation = ATTENTION
     if _uncompiled(type(drafter).forward) is not type(drafter).forward:
         drafter.forward = Uncompiled(drafter)
     return model
@@ -184,10 +184,6 @@ def _register() -> None:
     from speculators.models.attention import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
-
-
-def _chooses_attention(module: nn.Module) -> bool:
-    return hasattr(getattr(module, "config", None), "_attn_implementation")
 
 
 def _uncompiled(forward: Any) -> Any:
