@@ -67,17 +67,23 @@ class Warmed:
 
 
 @pytest.fixture(scope="session")
-def models_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Warmed]:
-    """Warms a spec once, in a folder where its lock file may lie. Both share their masks."""
+def specs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copies, because warming writes a lock file beside the spec."""
     folder = tmp_path_factory.mktemp("transformers")
     for file in ("transformers_models.py", "llama.toml", "qwen3.toml"):
         shutil.copy(HERE / file, folder)
-    store = (folder / "store").as_uri()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models_of(specs: Path) -> Callable[[str], Warmed]:
+    """Warms a spec once. Both share a store, and the masks that both need."""
+    store = (specs / "store").as_uri()
     done: dict[str, Warmed] = {}
 
     def warm(name: str) -> Warmed:
         if name not in done:
-            spec = aotcache.load_spec(folder / f"{name}.toml")
+            spec = aotcache.load_spec(specs / f"{name}.toml")
             report = aotcache.warm(spec, store=store, jobs=2)
             assert report.ok, [str(failed.error) for failed in report.failed]
             done[name] = Warmed(spec, store)
@@ -87,11 +93,11 @@ def models_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Warme
 
 
 @pytest.fixture
-def unwarmed(tmp_path: Path) -> Callable[[str], Warmed]:
+def unwarmed(specs: Path, tmp_path: Path) -> Callable[[str], Warmed]:
     """A spec of this folder beside an empty store."""
 
     def find(name: str) -> Warmed:
-        return Warmed(aotcache.load_spec(HERE / f"{name}.toml"), (tmp_path / "empty").as_uri())
+        return Warmed(aotcache.load_spec(specs / f"{name}.toml"), (tmp_path / "empty").as_uri())
 
     return find
 
@@ -160,7 +166,6 @@ def test_threads_train_as_eager_would_and_never_trace(name: str, models_of: Call
         assert stats["regions"][called]["hits"] >= STEPS
         want_losses, want_grads = train(warmed.build(attention="eager", seed=thread), batches[thread])
         assert losses == pytest.approx(want_losses, rel=10 * TOLERANCE)
-        assert losses[-1] < losses[0]
         require_close(grads, want_grads, 100 * TOLERANCE)
 
 
@@ -177,7 +182,7 @@ def test_a_row_of_padding_alone_changes_nothing(name: str, models_of: Callable[[
         assert clean(handle.stats())
     want = reference(**alone).loss
     want.backward()
-    assert float(loss) == pytest.approx(float(want), rel=TOLERANCE)
+    assert loss.item() == pytest.approx(want.item(), rel=TOLERANCE)
     require_close(gradients(model), gradients(reference), 10 * TOLERANCE)
 
 
@@ -233,6 +238,8 @@ def trainer_of(model: nn.Module, warmed: Warmed, folder: Path, **options: Any) -
         gradient_accumulation_steps=2,
         gradient_checkpointing=True,
         max_steps=4,
+        optim="sgd",
+        learning_rate=0.05,
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=2,
@@ -280,7 +287,7 @@ def test_trainer_trains_and_evaluates_from_artifacts(
     reference.train()
     assert len(history(trainer)) == 4 + 2
     assert history(trainer) == pytest.approx(history(reference), rel=10 * TOLERANCE)
-    require_close(dict(model.named_parameters()), dict(reference.model.named_parameters()), 10 * TOLERANCE)
+    require_close(model.state_dict(), reference.model.state_dict(), 10 * TOLERANCE)
 
 
 def test_a_training_that_fails_leaves_nothing_attached(
