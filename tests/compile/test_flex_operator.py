@@ -66,9 +66,8 @@ def graphs() -> pairing.Pair:
             with redirect_flex(operator_attention):
                 return attention(*inputs)
 
-        options = {"region": "operator"}
-        program = export_flat(flat, tensors, [f"t{i}" for i in range(5)], train=True, **options)  # type: ignore[arg-type]
-        return pairing.make_pair(program, tensors, **options)  # type: ignore[arg-type]
+        program = export_flat(flat, tensors, region="operator", train=True)
+        return pairing.make_pair(program, tensors, region="operator")
 
 
 def test_both_directions_keep_the_operator(graphs: pairing.Pair) -> None:
