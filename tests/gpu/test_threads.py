@@ -88,3 +88,24 @@ def test_b9_padding_blocks_leave_no_trace(spec: Spec) -> None:
     loss, gradients = removed_reference(tiny.build(flex=False, blocks=BLOCKS), padded_batch())
     assert torch.isfinite(found[0])
     assert_same(found, (loss, gradients))
+
+
+def test_b3_lengths_that_never_repeat(warm_gpu: Callable[..., Spec]) -> None:
+    spec = warm_gpu(
+        "ladder", flex=True, blocks=1, modes=["train"], buckets={"batch": [1], "seq": [512, 1024]}
+    )
+    buckets = aotcache.Buckets.from_spec(spec)
+    model = tiny.build(flex=True, blocks=1).to(DEVICE)
+    dense = tiny.build(flex=False, blocks=1)
+    with aotcache.attach(model, spec) as handle:
+        handle.prefetch()
+        generator = torch.Generator().manual_seed(0)
+        for anchors in torch.randperm(64, generator=generator)[:30].tolist():
+            batch = make_batch(rows=1, length=16 * (anchors + 1), seed=anchors)
+            found = run(model, buckets.pad(batch).batch)
+            dense.zero_grad(set_to_none=True)
+            loss = dense(**batch)
+            loss.backward()
+            assert_same(found, (loss.detach(), {n: p.grad for n, p in dense.named_parameters()}))
+        stats = handle.stats()
+    assert (stats["hits"], stats["misses"], stats["traces"]) == (30, 0, 0)
