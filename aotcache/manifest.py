@@ -83,10 +83,16 @@ class OutputSlot:
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """Output `output` is the new value of the tensor in input slot `input`, written after the forward."""
+    """Output `output` is the new value of the tensor in input slot `input`, written after the forward.
+
+    Attributes:
+        late: Whether eager writes it after the last tensor that it saves for a backward. A
+            checkpoint that recomputes stops there, so what is late it does not write again.
+    """
 
     input: int
     output: int
+    late: bool = False
 
 
 @with_config(_STRICT)

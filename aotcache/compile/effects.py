@@ -51,11 +51,13 @@ class Effects:
     Attributes:
         draws: Inputs to draw, after those of the call, in the order in which eager draws.
         mutated: Positions of the inputs whose new values are the last outputs, in this order.
+        late: Which of those are written after all that eager saves for a backward.
         aliases: Results that no graph returns. Those of an output count the outputs that are left.
     """
 
     draws: tuple[InputSlot, ...] = ()
     mutated: tuple[int, ...] = ()
+    late: frozenset[int] = frozenset()
     aliases: tuple[Alias, ...] = ()
 
     def __bool__(self) -> bool:
@@ -175,7 +177,8 @@ class _Finder:
         drawn = tuple(self._draws())
         self.use = memory_use(self.module, self.wanted, grad=self.train)
         mutated = tuple(self._mutated())
-        return Effects(drawn, mutated, self._aliases())
+        late = frozenset(m for m in mutated if self.position.index(m) in self.use.late)
+        return Effects(drawn, mutated, late, self._aliases())
 
     def _draws(self) -> Iterator[InputSlot]:
         nodes = list(_random_nodes(self.module))

@@ -282,12 +282,14 @@ class MemoryUse:
         written: `(input position, node)` for the first write to each input.
         output_of_input: Output position to the position of the input it shares memory with.
         output_of_output: Output position to that of an earlier output sharing memory.
+        late: Positions of inputs whose last write comes after all that is saved for a backward.
         inputs, results: The fake tensors that the graph was run on and that it returned.
     """
 
     written: list[tuple[int, fx.Node]] = field(default_factory=list)
     output_of_input: dict[int, int] = field(default_factory=dict)
     output_of_output: dict[int, int] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
     inputs: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     results: tuple[Any, ...] = field(default=(), repr=False)
 
@@ -319,6 +321,7 @@ class _Watch(fx.Interpreter):
         for position, tensor in enumerate(self._inputs):
             if _version(tensor) != self._versions[position] or storage_key(tensor) in self._untold:
                 self._versions[position] = _version(tensor)
+                self._use.late.add(position)
                 if all(position != seen for seen, _ in self._use.written):
                     self._use.written.append((position, n))
         return result
@@ -339,7 +342,13 @@ def memory_use(
     use = MemoryUse()
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     wanted = requires_grad or [False] * len(placeholders)
-    with _fake_mode(), torch.set_grad_enabled(grad):
+
+    def saved(tensor: torch.Tensor) -> torch.Tensor:
+        use.late.clear()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor)
+    with _fake_mode(), torch.set_grad_enabled(grad), hooks:
         inputs = [blank(n.meta["val"]).requires_grad_(w) for n, w in zip(placeholders, wanted, strict=True)]
         results = _Watch(module, inputs, use).run(*inputs)
         use.inputs, use.results = tuple(inputs), tuple(results)

@@ -132,7 +132,9 @@ def prepare(
     )
     inputs = (*slots, *effects.draws)
     results = len(made.outputs) - len(effects.mutated)
-    mutations = tuple(Mutation(slot, results + i) for i, slot in enumerate(effects.mutated))
+    mutations = tuple(
+        Mutation(slot, results + i, slot in effects.late) for i, slot in enumerate(effects.mutated)
+    )
     graphs = [made.forward] if made.backward is None else [made.forward, made.backward]
     content = content_key(
         graphs,

@@ -90,16 +90,34 @@ class Around:
                     input=self.names[slot],
                 )
 
-    def after(self, own: Sequence[torch.Tensor], found: list[Any]) -> list[Any]:
-        """The tensors of the region's result, given the outputs of the forward graph."""
-        if self._mutations:
-            with torch.no_grad():
-                for mutation in self._mutations:
+    def write(self, own: Sequence[torch.Tensor], found: Sequence[Any], *, late: bool) -> None:
+        """Write the new values that eager writes after all that it saves for a backward, or the others."""
+        with torch.no_grad():
+            for mutation in self._mutations:
+                if mutation.late is late:
                     own[mutation.input].copy_(found[mutation.output])
+
+    def after(self, own: Sequence[torch.Tensor], found: list[Any], *, trained: bool) -> list[Any]:
+        """The tensors of the region's result, given the outputs of the forward graph.
+
+        Args:
+            own: The very tensors of the call.
+            found: What the forward graph returned.
+            trained: Whether new values that are not late have been written.
+        """
+        if self._mutations:
+            if not trained:
+                self.write(own, found, late=False)
+            self.write(own, found, late=True)
         results = found[: self._kept]
         for alias in self._aliases:
             results.insert(alias.position, _made(alias, own, found))
         return results
+
+    @property
+    def writes_early(self) -> bool:
+        """Whether new values are to be written before anything is saved for a backward."""
+        return any(not mutation.late for mutation in self._mutations)
 
     def views(self) -> list[int]:
         """Slots of which the result holds views: a caller's tensor in another layout cannot have them."""

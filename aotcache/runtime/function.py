@@ -60,7 +60,7 @@ class Executable:
         self._pick_others = _picker([i for i, slot in enumerate(manifest.inputs) if not slot.requires_grad])
         if backward is not None:
             _require_slots(manifest)
-            self._apply = _apply_of(_make_function(manifest, forward, backward))
+            self._apply = _apply_of(_make_function(manifest, forward, backward, self.around))
 
     def infer(self, tensors: list[torch.Tensor], own: Sequence[torch.Tensor] | None = None) -> list[Any]:
         """The tensors of the result, without a backward.
@@ -74,7 +74,8 @@ class Executable:
         if around is None:
             return self._forward.run(tensors)[: self._outputs]
         own = tensors if own is None else own
-        return around.after(own, self._forward.run(around.before(tensors, own))[: self._outputs])
+        found = self._forward.run(around.before(tensors, own))[: self._outputs]
+        return around.after(own, found, trained=False)
 
     def train(self, tensors: list[torch.Tensor], own: Sequence[torch.Tensor] | None = None) -> list[Any]:
         """The tensors of the result, with gradients for every input slot that wants one.
@@ -87,7 +88,11 @@ class Executable:
             return list(self._apply(self._pick_others(tensors), *self._pick_differentiable(tensors)))
         own = tensors if own is None else own
         fed = around.before(tensors, own)
-        return around.after(own, list(self._apply(self._pick_others(fed), *self._pick_differentiable(fed))))
+        rest = self._pick_others(fed)
+        if around.writes_early:
+            rest = (*rest, own)
+        found = list(self._apply(rest, *self._pick_differentiable(fed)))
+        return around.after(own, found, trained=True)
 
 
 def _require_slots(manifest: Manifest) -> None:
@@ -112,11 +117,14 @@ def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ..
     return lambda items: tuple(items[i] for i in positions)
 
 
-def _make_function(manifest: Manifest, forward: Runner, backward: Runner) -> type[torch.autograd.Function]:
+def _make_function(
+    manifest: Manifest, forward: Runner, backward: Runner, around: Around | None
+) -> type[torch.autograd.Function]:
     """The autograd function of one pair.
 
     Its first argument is a tuple of the tensors that want no gradient, which autograd then
-    need not look at; the others follow. Inside, a call is one list: differentiable slots,
+    need not look at; the others follow. Where new values are written early, the very tensors
+    of the call are the last item of that tuple. Inside, a call is one list: differentiable slots,
     other slots, outputs, intermediates.
     """
     pair = manifest.pair
@@ -140,12 +148,19 @@ def _make_function(manifest: Manifest, forward: Runner, backward: Runner) -> typ
     tangents = [(i, outputs[i]) for i in pair.tangents]
     paths = list(zip(targets, map(frozenset, pair.paths), strict=False))
     wanted = len(differentiable)
+    early = around if around is not None and around.writes_early else None
 
     class Pair(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, rest: tuple[torch.Tensor, ...], *inputs: torch.Tensor) -> Any:
+        def forward(ctx: Any, rest: tuple[Any, ...], *inputs: torch.Tensor) -> Any:
+            own: Sequence[torch.Tensor] = ()
+            if early is not None:
+                *rest, own = rest  # type: ignore[assignment]
             tensors: list[Any] = [*inputs, *rest]
             found = forward.run(list(to_slots(tensors)))
+            if early is not None:
+                # Packing what is saved may end a checkpoint's recomputation.
+                early.write(own, found, late=False)
             tensors += found
             saved = to_save(tensors)
             ctx.save_for_backward(*saved)
