@@ -32,6 +32,9 @@ class Drafter(nn.Module):
             x = x + torch.randn_like(x)
         if self.kind == "adds" and x.shape[1] != weights.shape[1]:
             x = x + weights[..., None]  # the line
+        if self.kind == "anchors":
+            real = weights[0].nonzero().squeeze(-1)
+            return x[:, real[torch.randperm(len(real))[:3]]].pow(2).mean()
         if self.kind == "counts":
             return x.pow(2).mean()
         return (x.pow(2).mean(-1) * weights).sum()
@@ -75,6 +78,14 @@ def test_dropout_beside_the_regions_is_not_taken_for_padding_that_counts(tmp_pat
 def test_noise_that_eval_mode_does_not_stop_is_named(tmp_path: Path) -> None:
     with pytest.raises(CertificateFailed, match="run twice in eval mode, changes scalar result 0"):
         drafter(tmp_path, "noise").capture({"seq": 8}, "train")
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_anchors_drawn_among_real_positions_are_the_same_with_padding(tmp_path: Path, mode: Any) -> None:
+    state = torch.random.get_rng_state()
+    made = drafter(tmp_path, "anchors").capture({"seq": 8}, mode)
+    assert [len(calls) for calls in made] == [1, 1, 1]
+    assert not torch.equal(torch.random.get_rng_state(), state)  # batches go on being drawn anew
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
