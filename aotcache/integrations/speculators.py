@@ -136,8 +136,8 @@ class MaskBuilder:
         if self.whole_blocks and length > _BLOCK and length % _BLOCK:
             raise CallRefused(
                 f"this drafter grows its masks by whole blocks of {_BLOCK} tokens ({_GROWS}): with {length} tokens "
-                f"later steps would miss some. Pad the batch to a multiple of {_BLOCK}, or to less than that: where "
-                "[buckets] has multiples of 512, or sizes up to 128, all batches that warming makes fit",
+                f"later steps would miss some. Pad the batch to a multiple of {_BLOCK}, or to less than that: with "
+                "[buckets] such as 512, 1024, 2048, or up to 128, the shorter batches of warming fit, too",
                 expected=_BLOCK,
                 found=length,
             )
