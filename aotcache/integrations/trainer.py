@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -25,13 +28,9 @@ class AotcacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     the ranks agree on what they run before the first step. Evaluation in between runs from
     artifacts too, where the spec has the mode "infer".
 
-    `Trainer` tells no callback that training failed: where the process goes on after a failure,
-    use it as a context manager, which detaches in any case. Training again detaches, too.
-
-    ```python
-    with AotcacheCallback("model.toml") as callback:
-        Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
-    ```
+    It detaches where training fails, too, if it was given to the constructor:
+    `Trainer(..., callbacks=[AotcacheCallback("model.toml")])`. With `add_callback` it is too late
+    for that, since `Trainer` tells callbacks of no failure: then use it as a context manager.
 
     Args:
         spec: As for `aotcache.attach`.
@@ -51,6 +50,22 @@ class AotcacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.handle: Handle | None = None
         self.stats: dict[str, Any] | None = None
         self._hooks: list[Any] = []
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See to it that nothing stays attached however `Trainer.train` ends."""
+        trainer = _trainer_above(sys._getframe(1))
+        if trainer is None:
+            return
+        train = trainer.train
+
+        @functools.wraps(train)
+        def train_and_detach(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            finally:
+                self.detach()
+
+        trainer.train = train_and_detach
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
@@ -100,6 +115,18 @@ class AotcacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def _trainer_above(frame: FrameType | None) -> Any:
+    """The `Trainer` whose method called, however far up: callbacks are not told which it is."""
+    from transformers import Trainer
+
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def _leave_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

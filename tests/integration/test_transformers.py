@@ -304,15 +304,27 @@ def test_a_training_that_fails_leaves_nothing_attached(
             raise OSError("a shard is gone")
         return buckets.pad(collate(rows)).batch  # type: ignore[no-any-return]
 
-    with AotcacheCallback(warmed.spec, store=warmed.store) as callback:
-        trainer = trainer_of(model, warmed, tmp_path, data_collator=fail_later, callbacks=[callback])
+    callback = AotcacheCallback(warmed.spec, store=warmed.store)
+    trainer = trainer_of(model, warmed, tmp_path, data_collator=fail_later, callbacks=[callback])
+    with pytest.raises(OSError, match="a shard is gone"):
+        trainer.train()
+    assert seen == [1, 1, 1, 1]
+    assert callback.stats is not None
+    assert callback.stats["hits"] > 0
+    assert not tripwire._points.wires
+
+    # Added later, it is not told of failures.
+    seen.clear()
+    late = AotcacheCallback(warmed.spec, store=warmed.store)
+    with late:
+        trainer = trainer_of(model, warmed, tmp_path, data_collator=fail_later)
+        trainer.add_callback(late)
         with pytest.raises(OSError, match="a shard is gone"):
             trainer.train()
-        assert callback.handle is not None
-        seen[:] = [0] * 4
-        trainer.train()  # detaches what the failure left
-        assert callback.handle is None
-        seen[:] = []
+        assert late.handle is not None
+        trainer.train()
+        assert late.handle is None
+        seen.clear()
         with pytest.raises(OSError, match="a shard is gone"):
             trainer.train()
     assert not tripwire._points.wires
