@@ -23,6 +23,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from aotcache.compile import attention_dropout
 from aotcache.compile.export import FlatCall, export_flat, refusal
 from aotcache.compile.graphs import (
     MemoryUse,
@@ -186,6 +187,12 @@ class _Finder:
             if node not in nodes and draws.is_random(node.target, node.args, node.kwargs):
                 raise self._random(node, "random numbers are drawn inside of another operator")
         for index, node in enumerate(nodes):
+            if node.target is attention_dropout.OPERATOR:
+                made = attention_dropout.slot(node, f"random.{index}")
+                if made is None:
+                    raise self._random(node, "random numbers are drawn")
+                yield made
+                continue
             recipe = draws.recipe(node.target, node.args, node.kwargs)
             if recipe is None:
                 raise self._random(node, "random numbers are drawn")
@@ -370,6 +377,8 @@ class _Undrawn(fx.Interpreter):
         if is_block(target):
             args = tuple(_Undrawn(a, self._noise).run if isinstance(a, fx.GraphModule) else a for a in args)
         elif draws.is_random(target, args, kwargs):
+            if target is attention_dropout.OPERATOR:
+                return attention_dropout.attention(next(self._noise), *args, **kwargs)
             operand = cast("torch.Tensor | None", draws.operand(target, args))
             return draws.table()[str(target)].put(next(self._noise), operand)
         return super().call_function(target, args, kwargs)

