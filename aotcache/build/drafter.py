@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,7 +128,8 @@ class Drafter:
     ) -> Any:
         if seeded:
             # What is drawn among real positions, such as anchors, is then the same with and without padding.
-            with torch.random.fork_rng(devices=[]):
+            # And what the drafter keeps, such as running statistics, is what it was.
+            with torch.random.fork_rng(devices=[]), _kept(self.model):
                 torch.manual_seed(0)
                 return self._forward(batch, mode, training=training, what=what)
         args, kwargs = batch
@@ -208,6 +211,19 @@ class Drafter:
         return changed
 
 
+@contextmanager
+def _kept(model: torch.nn.Module) -> Iterator[None]:
+    """Gives a model's buffers back the values that they have now."""
+    saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in saved:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
 def _changed(before: Any, after: Any) -> str | None:
     """The first loss in which two results differ, in words, or None where they agree."""
     for i, (want, got) in enumerate(zip(_scalars(before), _scalars(after), strict=True)):
@@ -232,3 +248,6 @@ def _walk(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _walk(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _walk(getattr(value, field.name))

@@ -13,8 +13,15 @@ from aotcache.errors import AotcacheError, CaptureError, CertificateFailed, Spec
 from aotcache.spec import load_spec
 
 SOURCE = """
+from dataclasses import dataclass
+
 import torch
 from torch import nn
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
 
 
 class Drafter(nn.Module):
@@ -23,6 +30,7 @@ class Drafter(nn.Module):
         self.kind = kind
         self.layers = nn.ModuleList([nn.Linear(4, 4)])
         self.drop = nn.Dropout(0.5)
+        self.register_buffer("average", torch.ones(()))
 
     def forward(self, x, weights=None):
         x = self.layers[0](x)
@@ -37,6 +45,12 @@ class Drafter(nn.Module):
             return x[:, real[torch.randperm(len(real))[:3]]].pow(2).mean()
         if self.kind == "counts":
             return x.pow(2).mean()
+        if self.kind == "counts in a dataclass":
+            return Output(x.pow(2).mean())
+        if self.kind == "keeps":
+            x = x * self.average
+            with torch.no_grad():
+                self.average.mul_(0.5)
         return (x.pow(2).mean(-1) * weights).sum()
 
 
@@ -88,10 +102,18 @@ def test_anchors_drawn_among_real_positions_are_the_same_with_padding(tmp_path: 
     assert not torch.equal(torch.random.get_rng_state(), state)  # batches go on being drawn anew
 
 
+def test_what_a_drafter_keeps_is_not_taken_for_padding_that_counts(tmp_path: Path) -> None:
+    made = drafter(tmp_path, "keeps")
+    assert [len(calls) for calls in made.capture({"seq": 8}, "train")] == [1, 1, 1]
+    # The runs that are compared begin and end with the same values; the two batches before them do not.
+    assert float(made.model.average) == 0.25
+
+
 @pytest.mark.parametrize("mode", ["train", "infer"])
-def test_padding_that_counts_in_the_loss_is_refused(tmp_path: Path, mode: Any) -> None:
+@pytest.mark.parametrize("kind", ["counts", "counts in a dataclass"])
+def test_padding_that_counts_in_the_loss_is_refused(tmp_path: Path, mode: Any, kind: str) -> None:
     with pytest.raises(CertificateFailed, match="padded positions must not count"):
-        drafter(tmp_path, "counts").capture({"seq": 8}, mode)
+        drafter(tmp_path, kind).capture({"seq": 8}, mode)
 
 
 @pytest.mark.parametrize(
