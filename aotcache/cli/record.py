@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -79,24 +80,51 @@ def record(
 
 def _run(command: Sequence[str], environment: dict[str, str], *, to_stderr: bool) -> int:
     """Run a program to its end; its exit code, or 128 and the signal that ended it."""
+    terminal = _at_terminal()
+    running: list[subprocess.Popen[bytes]] = []
+
+    def interrupt(*_: Any) -> None:
+        # A terminal has told the program already, and a second Ctrl-C would break its ending.
+        if running and not terminal:
+            _send(lambda: os.killpg(running[0].pid, signal.SIGINT))
+
+    def terminate(*_: Any) -> None:
+        if running:
+            _send(running[0].terminate)
+
+    before = [(n, signal.signal(n, h)) for n, h in ((signal.SIGINT, interrupt), (signal.SIGTERM, terminate))]
     try:
-        process = subprocess.Popen(
-            list(command), env=environment, stdout=sys.stderr.fileno() if to_stderr else None
+        running.append(
+            subprocess.Popen(
+                list(command),
+                env=environment,
+                stdout=sys.stderr.fileno() if to_stderr else None,
+                start_new_session=not terminal,
+            )
         )
+        code = running[0].wait()
     except OSError as error:
         raise ConfigError(f"cannot run {command[0]!r}: {error.strerror}; name a program after --") from error
-    # Ctrl-C reaches the program by itself, as all that a terminal runs; it ends, and is reported.
-    handlers: dict[int, Callable[..., None]] = {
-        signal.SIGINT: lambda *_: None,
-        signal.SIGTERM: lambda number, _: process.send_signal(number),
-    }
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        code = process.wait()
     finally:
-        for number, handler in before.items():
+        for number, handler in before:
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
+
+
+def _at_terminal() -> bool:
+    """Whether a terminal sends its Ctrl-C to this process, and so to what it starts."""
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _send(what: Callable[[], None]) -> None:
+    try:
+        what()
+    except ProcessLookupError:
+        pass  # it has ended meanwhile
 
 
 @dataclass(frozen=True, slots=True)

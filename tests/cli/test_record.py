@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -151,14 +150,14 @@ def _project(made: Path) -> Path:
     return made
 
 
-def _aotcache(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+def _aotcache(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        **options,
+        start_new_session=True,  # away from the terminal of the tests, which would send Ctrl-C to all
     )
 
 
@@ -221,13 +220,12 @@ def test_why_names_what_the_nearest_entry_has_instead(story: Story, folder: Path
 def test_ctrl_c_keeps_what_was_recorded_and_its_exit_code(tmp_path: Path) -> None:
     process = _aotcache(
         _project(tmp_path), "record", "--output", "kept", "--json", "--", sys.executable, "-u", "stuck.py",
-        start_new_session=True,
     )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:  # with --json the program's own output goes there
         if line == "recorded\n":
             break
-    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGINT)
     done = _done(process)
     assert done.code == 128 + signal.SIGINT, done.err
     (record,) = json.loads(done.out)["records"]
