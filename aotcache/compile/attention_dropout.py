@@ -68,4 +68,5 @@ def attention(
     _, weights = _MATH(query, key, value, attn_mask, 0.0, is_causal, None, **options)
     if enable_gqa:
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    return (weights * noise) @ value
+    mixed: torch.Tensor = (weights * noise) @ value
+    return mixed

@@ -53,7 +53,7 @@ def recurrent_dropout(x):
 
 
 def attention_with_dropout(x):
-    q = x.view(1, 1, 3, 3)
+    q = x.view(1, 1, 3, 3).bfloat16()
     return (F.scaled_dot_product_attention(q, q, q, dropout_p=0.5),)  # here
 
 
@@ -103,6 +103,8 @@ REFUSED = [
     (in_place_through_a_view, None, "x is changed in place by aten.mul_.Tensor"),
     (random_by_value, None, "random numbers are drawn by aten.bernoulli"),
     (random_by_value_without_gradient, None, "random numbers are drawn by aten.multinomial"),
+    (random_of_a_generator, None, "uniform_"),
+    (recurrent_dropout, None, "random numbers are drawn by aten.rnn_tanh"),
     (attention_with_dropout, None, "random numbers are drawn by aten.scaled_dot_product_attention"),
     (view_of_an_input_of_another_dtype, None, "output 1 shares memory with x, made by aten.view"),
     (two_views_of_one_tensor, None, "outputs 0 and 1 share memory"),
