@@ -15,7 +15,7 @@ from typing import Any
 
 from aotcache.types import CacheKey, Digest
 
-FORMAT = 1
+FORMAT = 2
 """Version of the key itself: the first component of every key."""
 
 COMPONENTS = ("format", "code", "structure", "call", "ambient", "compile")
