@@ -192,9 +192,14 @@ def _describe(m: Manifest) -> Iterator[str]:
     yield f"inputs       {len(m.inputs)}"
     yield from (f"  {i:3} {_slot(slot)}" for i, slot in enumerate(m.inputs))
     yield f"outputs      {len(m.outputs)}"
+    updates = {mutation.output: m.inputs[mutation.input].name for mutation in m.mutations}
     for i, slot in enumerate(m.outputs):
         note = "" if slot.differentiable else "  not differentiable"
+        note += f"  new value of {updates[i]}" if i in updates else ""
         yield f"  {i:3} {slot.dtype} {_sizes(slot.shape)} strides {_sizes(slot.stride)}{note}"
+    for alias in m.aliases:
+        what = "is" if alias.view is None else "lies in"
+        yield f"aliases      tensor {alias.position} of the result {what} {alias.of} {alias.index}"
     if m.pair is not None:
         yield (
             f"backward     takes {len(m.pair.saved_inputs)} saved inputs, {m.pair.intermediates} saved "
@@ -223,6 +228,8 @@ def _describe(m: Manifest) -> Iterator[str]:
 
 def _slot(slot: InputSlot) -> str:
     grad = "  gradient" if slot.requires_grad else ""
+    if slot.draw is not None:
+        grad = f"  drawn by {slot.draw.operator}({', '.join(str(n) for n in slot.draw.numbers)})"
     return f"{slot.kind:9} {slot.name}  {slot.dtype} {_sizes(slot.shape)} strides {_sizes(slot.stride)}{grad}"
 
 

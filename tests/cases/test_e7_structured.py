@@ -16,7 +16,7 @@ from aotcache.errors import CallRefused
 from aotcache.manifest import Manifest
 from tests.cases.conftest import Warm
 from tests.cases.head_output import HeadOutput
-from tests.cases.structured import HIDDEN, ROWS, Structured, batch, build
+from tests.cases.structured import ROWS, Structured, batch, build
 from tests.cases.support import answers, assert_close, copy_store, start, write_spec
 
 
