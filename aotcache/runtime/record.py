@@ -129,6 +129,7 @@ class Recorder:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._news = _News()
         self._calls: dict[frozenset[CacheKey], _Calls] = {}
 
@@ -142,7 +143,7 @@ class Recorder:
         ]
         atexit.register(self.close)
         # A rank that multiprocessing forked ends without the handlers of atexit.
-        multiprocessing.util.Finalize(None, self.close, exitpriority=1)
+        self._at_end = multiprocessing.util.Finalize(None, self.close, exitpriority=1)
         if self._run is not None:
             try:
                 note = {"spec": str(self._spec.path), "output": str(self.output)}
@@ -247,21 +248,26 @@ class Recorder:
 
     def write(self) -> Index | None:
         """Add what is new to the record; None where that failed, which is told in the log."""
-        with self._mine():
-            news, self._news = self._news, _News()
-            newer = self._index(news)
-            self._unwritten = False
-        started = time.monotonic()
-        try:
-            return add(self._spec, self.output, newer, seconds=self._seconds)
-        except AotcacheError as error:
-            self._tell(str(error))
+        self._mine()  # a forked process has locks of its own
+        with self._writing:
             with self._mine():
-                self._return(news, newer)
-            return None
-        finally:
-            now = time.monotonic()
-            self._due = now + max(_PAUSE, _SHARE * (now - started))
+                news, self._news = self._news, _News()
+                newer = self._index(news)
+                self._unwritten = False
+            started = time.monotonic()
+            try:
+                return add(self._spec, self.output, newer, seconds=self._seconds)
+            except BaseException as error:
+                # Ctrl-C as well: the end of the interpreter writes it then.
+                with self._mine():
+                    self._return(news, newer)
+                if not isinstance(error, AotcacheError):
+                    raise
+                self._tell(str(error))
+                return None
+            finally:
+                now = time.monotonic()
+                self._due = now + max(_PAUSE, _SHARE * (now - started))
 
     def _index(self, news: _News) -> Index:
         """What is new as a record, taken out of what is counted. Under the lock."""
@@ -303,6 +309,7 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         atexit.unregister(self.close)
+        self._at_end.cancel()
         index = self.write()
         if index is None:
             return
