@@ -138,7 +138,6 @@ def test_a_spec_is_found_by_default_by_folder_and_by_name(
         (LEAST + 'dtype = "bf16"\n', ["drafter.dtype", "bfloat16", "'bf16'"]),
         (LEAST + 'modes = ["training"]\n', ["drafter.modes.0", "'train'", "'training'"]),
         (LEAST + 'regions = "layers.*"\n', ["drafter.regions", "list", "'layers.*'"]),
-        (LEAST + "regions = []\n", ["drafter.regions", "at least 1"]),
         (LEAST + '[buckets]\nseq = ["1024"]\n', ["buckets.seq.0", "integer", "'1024'"]),
         (LEAST + "[buckets]\nseq = [true]\n", ["buckets.seq.0", "integer"]),
         (LEAST + "[buckets]\nseq = [0]\n", ["buckets.seq.0", "greater than 0"]),
@@ -177,6 +176,10 @@ def test_a_spec_that_is_not_there_says_where_it_was_looked_for(tmp_path: Path) -
         load_spec(tmp_path / "drafter")
     with pytest.raises(SpecError, match=r"aotcache\.toml"):
         load_spec(tmp_path)
+
+
+def test_a_spec_may_name_no_region_where_drop_in_functions_are_all_there_is(tmp_path: Path) -> None:
+    assert load_spec(write(tmp_path, LEAST + "regions = []\n")).drafter.regions == []
 
 
 def test_names_are_resolved_from_the_specs_own_folder(tmp_path: Path) -> None:

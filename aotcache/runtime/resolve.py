@@ -238,7 +238,8 @@ def _way_out(differences: list[str], warm_line: str) -> str:
     if parts == {"call"}:
         return (
             f"if the spec's batch() makes such calls, build them: {warm_line}\n"
-            "if not, pad batches with aotcache.Buckets, or change [buckets] or batch() in the spec first"
+            "if not, pad batches with aotcache.Buckets, change [buckets] or batch() in the spec first, or record "
+            "what the program calls: aotcache record"
         )
     if parts == {"ambient"}:
         return (
