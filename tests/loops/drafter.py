@@ -50,6 +50,8 @@ class Drafter(nn.Module):
             self.head.weight = self.layers[1].out.weight
         self.checkpointing: bool | None = None
         """Whether layers are checkpointed: not at all, or of the reentrant kind or not."""
+        self.with_sides = True
+        """Whether the side outputs have a part in the loss."""
 
     def forward(self, x: Tensor, documents: Tensor, target: Tensor) -> Tensor:
         """The mean-square loss over positions of a document; padding is in document -1."""
@@ -62,7 +64,7 @@ class Drafter(nn.Module):
             else:
                 hidden, side = checkpoint(layer, hidden, visible, use_reentrant=self.checkpointing)
             sides.append(side)
-        found = self.head(hidden) + sides[0] * sides[1]
+        found = self.head(hidden) + (sides[0] * sides[1] if self.with_sides else 0)
         real = (documents >= 0).unsqueeze(-1)
         return ((found - target).pow(2) * real).sum() / (real.sum().clamp(min=1) * WIDTH)
 

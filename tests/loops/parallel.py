@@ -39,6 +39,8 @@ SCENARIOS = [
     "ddp / not reentrant / static graph",
     "ddp / none / unused",
     "fsdp / none / keep",
+    "ddp / none / unused outputs",
+    "fsdp / none / unused outputs",
 ]
 
 
@@ -59,6 +61,7 @@ def _scenario(rank: int, spec: str, store: str, kind: str, way: str, more: str) 
     # not get gradients both inside of a reentrant checkpoint and outside.
     tied = kind == "ddp" and not way.startswith("reentrant")
     ours, plain = (drafter.build(tied) for _ in range(2))
+    ours.with_sides = plain.with_sides = more != "unused outputs"
     parts = list(ours.layers)
     ours.checkpointing = {"reentrant": True, "not reentrant": False}.get(way)
     if more == "unused":
@@ -108,7 +111,7 @@ def _wrap(ours: drafter.Drafter, kind: str, way: str, more: str) -> nn.Module:
             ours,
             gradient_as_bucket_view=more == "bucket views",
             static_graph=more == "static graph",
-            find_unused_parameters=more == "unused",
+            find_unused_parameters=more.startswith("unused"),
         )
     for layer in ours.layers:
         fully_shard(layer, reshard_after_forward=more != "keep")

@@ -149,3 +149,16 @@ def test_a_hook_that_raises_leaves_the_next_step_right(twins: Twins) -> None:
         model.zero_grad()
         model(**make_batch(seed=1)).backward()
     twins.agree()
+
+
+def test_hooks_of_weights_that_have_no_part_are_told_of_none(twins: Twins) -> None:
+    """Eager does not call them; autograd has no way to leave one edge of a node out."""
+    seen: list[Any] = []
+    for model in twins:
+        model.with_sides = False
+        model.layers[0].gain.register_hook(seen.append)
+        model.layers[0].gain.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        model(**make_batch()).backward()
+    assert seen == [None, None]
+    twins.agree()
+    assert twins.ours.layers[0].gain.grad is None
