@@ -115,14 +115,15 @@ class Alias:
         of: Whether that other tensor is an input slot or an output slot.
         index: Which one.
         view: How it lies there; None where it is the very tensor.
-        detached: Whether no gradient flows through it although one flows through the other.
+        flow: Whether autograd records the view, takes it for one without a gradient (`detach`),
+            or does not record it (a view made under `no_grad`).
     """
 
     position: int
     of: Literal["input", "output"]
     index: int
     view: View | None
-    detached: bool = False
+    flow: Literal["recorded", "detached", "unrecorded"] = "recorded"
 
 
 @with_config(_STRICT)

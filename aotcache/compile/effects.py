@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx
@@ -39,6 +39,8 @@ from aotcache.compile.graphs import (
 from aotcache.errors import CompileFailed
 from aotcache.graph import draws
 from aotcache.manifest import Alias, InputSlot, View
+
+Flow = Literal["recorded", "detached", "unrecorded"]
 
 _IN_PLACE = "Compute a new tensor instead, or leave this part out of the region"
 _KEPT = ("buffer", "lifted")
@@ -283,14 +285,16 @@ class _Finder:
                 if of == "input"
                 else f"outputs {min(index, position)} and {max(index, position)} share memory"
             )
-            view, detached = self._view(results[position], base, maker(nodes[position]), what)
+            node = maker(nodes[position])
+            view = self._view(results[position], base, node, what)
+            flow: Flow = "recorded" if view is None else self._flow(results[position], base, node, what)
             if of == "output":
-                made.append(Alias(position, "output", own[index], view, detached))
+                made.append(Alias(position, "output", own[index], view, flow))
                 continue
             slot = self.position[index]
             if slot is None:
-                raise self._shares(maker(nodes[position]), what)
-            made.append(Alias(position, "input", slot, view, detached))
+                raise self._shares(node, what)
+            made.append(Alias(position, "input", slot, view, flow))
         return tuple(made)
 
     @staticmethod
@@ -307,21 +311,27 @@ class _Finder:
                 owners[key] = position if whole or alone else None
         return owners
 
-    def _view(
-        self, value: torch.Tensor, base: torch.Tensor, node: fx.Node, what: str
-    ) -> tuple[View | None, bool]:
-        """How `value` lies in `base`, and whether gradients are kept from flowing."""
+    def _view(self, value: torch.Tensor, base: torch.Tensor, node: fx.Node, what: str) -> View | None:
+        """How `value` lies in `base`; None where it is the very tensor."""
         if value is base:
-            return None, False
-        bits = (value.dtype, value.is_conj(), value.is_neg()) == (base.dtype, base.is_conj(), base.is_neg())
-        if not bits or (value.requires_grad and not base.requires_grad):
+            return None
+        if (value.dtype, value.is_conj(), value.is_neg()) != (base.dtype, base.is_conj(), base.is_neg()):
             raise self._shares(node, what)
-        view = View(
+        return View(
             shape=tuple(int(s) for s in value.shape),
             stride=tuple(int(s) for s in value.stride()),
             offset=int(value.storage_offset()),
         )
-        return view, base.requires_grad and not value.requires_grad
+
+    def _flow(self, value: torch.Tensor, base: torch.Tensor, node: fx.Node, what: str) -> Flow:
+        """What autograd knows of a view."""
+        if not value.requires_grad:
+            return "detached" if base.requires_grad else "recorded"
+        if not base.requires_grad or _root(value) is not _root(base):
+            # One that went ways of its own, such as a detached one that was then changed in place.
+            raise self._shares(node, what)
+        # Without gradients nothing is recorded anyway.
+        return "unrecorded" if self.train and value.grad_fn is None else "recorded"
 
     def _shares(self, node: fx.Node, what: str) -> Exception:
         return refusal(
@@ -330,6 +340,11 @@ class _Finder:
             f"{what}, made",
             "Return a copy of one of them (`.clone()`), or compute it outside the region",
         )
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd takes a view for a view of."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _random_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:

@@ -8,6 +8,7 @@ that lie in another tensor's memory are made again there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ def _made(alias: Alias, own: Sequence[torch.Tensor], found: Sequence[Any]) -> An
     view = alias.view
     if view is None:
         return base
-    if alias.detached:
+    if alias.flow == "detached":
         base = base.detach()
-    return base.as_strided(view.shape, view.stride, base.storage_offset() + view.offset)
+    with nullcontext() if alias.flow == "recorded" else torch.no_grad():
+        return base.as_strided(view.shape, view.stride, base.storage_offset() + view.offset)

@@ -217,7 +217,9 @@ def test_the_tensor_of_the_call_is_written_where_a_copy_was_fed() -> None:
 
 def aliases(x, w):
     y = x @ w
-    return x, x.view(-1)[2:], y.t(), y, y[1:].detach(), x.detach(), y.view(-1), x.reshape(4, 5)
+    with torch.no_grad():
+        apart = y[2:], x[1:]
+    return x, x.view(-1)[2:], y.t(), y, y[1:].detach(), x.detach(), y.view(-1), x.reshape(4, 5), *apart
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -229,9 +231,9 @@ def test_results_that_lie_in_other_tensors_are_there_and_differentiate_as_in_eag
         executable = runner(prepared)
         got = (executable.train if train else executable.infer)([ours, w])
     assert got[0] is ours
-    for i in (1, 5, 7):
+    for i in (1, 5, 7, 9):
         assert got[i].untyped_storage().data_ptr() == ours.untyped_storage().data_ptr()
-    for i in (2, 4, 6):
+    for i in (2, 4, 6, 8):
         assert got[i].untyped_storage().data_ptr() == got[3].untyped_storage().data_ptr()
 
 
@@ -279,7 +281,24 @@ def changes_a_shape(x, b):
     return (x * b,)
 
 
+def detached_then_changed(x, b):
+    y = x * 2
+    other = y.detach()
+    return y, other.add_(x)  # here
+
+
+def two_halves(x, b):
+    return (x * b).chunk(2)  # here
+
+
+def conjugate(x, b):
+    return x * b, torch.view_as_complex(x).conj()  # here
+
+
 REFUSED = [
+    (detached_then_changed, ["input", "buffer"], [], "outputs 0 and 1 share memory, made by aten.add_"),
+    (two_halves, ["input", "buffer"], [], "outputs 0 and 1 share memory"),
+    (conjugate, ["input", "buffer"], [], "output 1 shares memory with t0, made by aten._conj"),
     (changes_an_argument, ["input", "buffer"], [], "t0 is changed in place by aten.mul_"),
     (changes_what_gets_a_gradient, ["input", "parameter"], [], "t1 is changed in place by aten.mul_"),
     (changes_what_gets_a_gradient, ["input", "buffer"], [], "t1 gets a value in place that needs a gradient"),
@@ -292,7 +311,7 @@ REFUSED = [
 def test_what_a_worker_could_not_do_faithfully_is_refused(
     fn: Callable[..., Any], kinds: list[str], shared: list[int], what: str
 ) -> None:
-    train = not shared and fn is changes_what_gets_a_gradient
+    train = not shared and fn in (changes_what_gets_a_gradient, detached_then_changed)
     x, b = torch.randn(3, 2, requires_grad=train), torch.randn(2)
     b = torch.randn(2, 3) if fn is changes_a_shape else b
     with pytest.raises(UnsupportedGraph, match=re.escape(what)) as refused:
