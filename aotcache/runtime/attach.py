@@ -272,9 +272,10 @@ class Handle:
         """Open everything the lock file names, in parallel; without a lock file, every
         stored artifact made from this drafter's code. Returns `stats()`.
 
-        With a group, all its ranks must call this, before their first step: they exchange what
-        each of them has and run the same archives from then on. What any rank lacks is an error
-        on all of them, the same one, or with `on_miss="eager"` runs eagerly on all of them.
+        With a group, all its ranks must call this before their first step, for one drafter
+        after another, as with any collective. They exchange what each of them has and run
+        the same archives from then on. What any rank lacks is an error on all of them, the
+        same one, or with `on_miss="eager"` runs eagerly on all of them.
 
         Args:
             group: A `torch.distributed.ProcessGroup`, or "world"; its timeout counts.
