@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-_LONG = ("cases", "integration", "build")
+_LONG = ("cases", "integration", "build", "loops")
 """Folders whose tests compile most."""
 
 
