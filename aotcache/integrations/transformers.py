@@ -127,7 +127,7 @@ def attention(
             return_aux=None if s_aux is None else AuxRequest(lse=True),
         )
     except ArtifactMiss as miss:
-        raise _explained(miss, query.shape[-2], key.shape[-2]) from miss
+        raise _explained(miss, query.shape[-2], key.shape[-2]) from None
     out: Tensor = found if s_aux is None else _with_sinks(found[0], found[1].lse, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
@@ -230,7 +230,7 @@ def block_mask(
     try:
         return create_block_mask(mask_function, batch_size, None, q_length, kv_length, device)
     except ArtifactMiss as miss:
-        raise _explained(miss, q_length, kv_length) from miss
+        raise _explained(miss, q_length, kv_length) from None
 
 
 def _is_packed(mask_function: Callable[..., Any]) -> bool:
@@ -274,9 +274,9 @@ def _explained(miss: ArtifactMiss, queries: int, keys: int) -> ArtifactMiss:
         f"{miss}\n"
         f"transformers made this call, for {queries} queries and {keys} keys. Every length is a key of its own, and "
         "a cache grows by one with each token: to generate or evaluate at lengths that nothing was built for, use "
-        "aotcache.attach(..., on_miss='eager'), a StaticCache whose length is in the spec's calls, or after detach() "
-        "model.set_attn_implementation('sdpa'). To train, pad batches to a bucket (aotcache.Buckets) and give the "
-        "model the same inputs as batch() of the spec does, attention_mask or none",
+        "aotcache.attach(..., on_miss='eager'), or after detach() model.set_attn_implementation('sdpa'). To train, "
+        "pad batches to a bucket (aotcache.Buckets) and give the model the same inputs as batch() of the spec does, "
+        "attention_mask or none",
         **miss.details,
     )
 
