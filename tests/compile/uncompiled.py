@@ -24,7 +24,8 @@ class GraphRunner:
 
     def run(self, tensors: list[torch.Tensor]) -> list[Any]:
         with torch.no_grad():
-            return list(self.module(*(t.detach() for t in tensors)))
+            # A library's results are views of nothing, as detached tensors are.
+            return [t.detach() for t in self.module(*(t.detach() for t in tensors))]
 
 
 def prepare(
