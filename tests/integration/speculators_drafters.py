@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from speculators.losses import resolve_loss_config
-from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dflash import DFlashDraftModel
 from speculators.models.dflash import core as dflash_core
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
@@ -48,12 +48,16 @@ class CompiledDFlash(DFlashDraftModel):
 
 
 def build_dflash(
-    *, layers: int = 2, attention: str = FLEX, seed: int = 0, kind: type[DFlashDraftModel] = DFlashDraftModel
+    *,
+    layers: int = 2,
+    attention: str = FLEX,
+    seed: int = 0,
+    kind: type[DFlashDraftModel] = DFlashDraftModel,
 ) -> nn.Module:
-    """DFlash: Qwen3 layers with a sliding window."""
+    """DFlash, or a drafter of its `kind`: Qwen3 layers with a sliding window."""
     kinds = ["sliding_attention"] * layers
     transformer = _qwen3(layers, attention, sliding_window=48, use_sliding_window=True, layer_types=kinds)
-    config = DFlashSpeculatorConfig(
+    config = kind.config_class(
         transformer_layer_config=transformer,
         draft_vocab_size=VOCAB,
         block_size=BLOCK,

@@ -7,6 +7,7 @@ attention, no block mask and nothing of aotcache is in it.
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from speculators.losses import resolve_loss_config
 from torch.nn import functional
 
 import aotcache
@@ -130,6 +132,22 @@ def test_copies_and_pickles_stay_switched(warmed_named: Callable[[str], Any], ki
         with warmed.attach(other) as handle:
             require_equal(warmed.drafters.step(other, batch), want)
             require_clean(handle.stats())
+
+
+@pytest.mark.parametrize("kind", ["dspark:DSpark", "xpress:XPress", "dflash2:DFlash2"])
+def test_drafters_derived_from_these_are_switched_as_well(
+    warmed_named: Callable[[str], Any], kind: str
+) -> None:
+    warmed = warmed_named("dflash")
+    module, name = kind.split(":")
+    derived = getattr(importlib.import_module(f"speculators.models.{module}"), f"{name}DraftModel")
+    model, reference = warmed.build(kind=derived), warmed.build(kind=derived, attention="eager")
+    args, kwargs = warmed.batch(seed=6)
+    if name != "XPress":  # which has one loss only
+        kwargs["tv_loss_fn"] = resolve_loss_config("tv", "eager")["tv"][0]
+    with eager_without_tracing():
+        got = warmed.drafters.step(model, (args, kwargs))
+    require_equal(got, warmed.drafters.step(reference, (args, kwargs)))
 
 
 def test_another_attention_function_is_a_miss(warmed_named: Callable[[str], Any]) -> None:
