@@ -158,6 +158,8 @@ def test_each_different_call_is_kept_with_some_examples_and_made_again(run: Run)
         batches = drafter.capture({"call": number}, call.mode)
         assert len(batches) == max(2, len(call.examples))
         assert {c.parts.key for batch in batches for c in batch} == set(call.keys)
+    with pytest.raises(CaptureError, match=r"no recorded call 7 .* expected one of \[1, 2, 3\]"):
+        drafter.capture({"call": 7}, "train")
     first = [batch[0].tensors[-2] for batch in drafter.capture({"call": 1}, "train")]
     assert not torch.equal(first[0], first[1])  # examples of their own, for the numerics check
 
