@@ -1,6 +1,6 @@
 """From a flat call to a compiled archive. Runs in a builder process, on one thread.
 
-    export_flat -> make_pair -> rewrites -> content key -> AOTInductor -> archive
+    export_call -> make_pair -> rewrites -> content key -> AOTInductor -> archive
 
 `pipeline.prepare` does everything up to the content key, which tells whether an
 identical graph was compiled before; `pipeline.compile_prepared` does the rest. What

@@ -69,8 +69,13 @@ class _WorkingPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
     operand = next((a for a in args if isinstance(a, torch.Tensor)), None)
     wide = kwargs.get("dtype") or (torch.get_default_dtype() if operand is None else operand.dtype)
-    if not wide.is_floating_point or wide == dtype or "native_dropout" in str(func):
+    if not wide.is_floating_point or wide == dtype:
         return func(*args, **kwargs)
+    if func is torch.ops.aten.native_dropout.default:
+        assert operand is not None
+        _, mask = func(operand.to(dtype), *args[1:], **kwargs)
+        p = float(args[1])
+        return operand * mask * (0.0 if p == 1.0 else 1 / (1 - p)), mask
     if operand is not None:
         low = torch.empty_strided(operand.shape, operand.stride(), dtype=dtype, device=operand.device)
         args = tuple(low if a is operand else a for a in args)

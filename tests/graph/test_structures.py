@@ -49,7 +49,9 @@ def test_frozen_dataclasses_with_slots_come_back() -> None:
 
 
 def test_named_tuples_and_torchs_own_come_back() -> None:
-    got, (x, y, *_) = _travelled({"own": Top(torch.zeros(2), torch.ones(2)), "torch": torch.arange(5.0).topk(2)})
+    got, (x, y, *_) = _travelled(
+        {"own": Top(torch.zeros(2), torch.ones(2)), "torch": torch.arange(5.0).topk(2)}
+    )
     assert type(got["own"]) is Top
     assert got["own"]._fields == ("values", "indices", "count")
     assert got["own"].values is x
