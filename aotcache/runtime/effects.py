@@ -15,7 +15,7 @@ import torch
 
 from aotcache.errors import CallRefused, ManifestError
 from aotcache.graph import draws
-from aotcache.manifest import Alias, Manifest
+from aotcache.manifest import Alias, InputSlot, Manifest, OutputSlot
 
 _CPU = torch.device("cpu")
 
@@ -49,6 +49,7 @@ class Around:
         fits = (
             all(slot.kind == "random" and draws.is_known(slot) for slot in self._draws)
             and all(0 <= m.input < inputs and m.output == kept + i for i, m in enumerate(self._mutations))
+            and all(_alike(manifest.inputs[m.input], manifest.outputs[m.output]) for m in self._mutations)
             and len(set(positions)) == len(positions)
             and all(0 <= position < results for position in positions)
             and all(0 <= a.index < (inputs if a.of == "input" else kept) for a in self._aliases)
@@ -123,6 +124,10 @@ class Around:
     def views(self) -> list[int]:
         """Slots of which the result holds views: a caller's tensor in another layout cannot have them."""
         return [a.index for a in self._aliases if a.of == "input" and a.view is not None]
+
+
+def _alike(slot: InputSlot, new: OutputSlot) -> bool:
+    return (slot.dtype, slot.shape) == (new.dtype, new.shape)
 
 
 def _made(alias: Alias, own: Sequence[torch.Tensor], found: Sequence[Any]) -> Any:

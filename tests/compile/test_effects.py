@@ -381,6 +381,7 @@ def test_a_manifest_survives_json_and_one_that_names_what_is_not_there_is_refuse
         {"inputs": (random, *call)},
         {"mutations": (replace(mutation, input=2),)},
         {"mutations": (replace(mutation, output=0),)},
+        {"outputs": (manifest.outputs[0], replace(manifest.outputs[1], dtype="float64"))},
         {"aliases": (replace(alias, index=2),)},
         {"aliases": (replace(alias, position=2),)},
         {"aliases": (replace(alias, of="output", index=1),)},
