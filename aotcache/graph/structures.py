@@ -54,10 +54,11 @@ class Structure:
         made: Any = _new(self.kind)
         for field, value in zip(self.fields, values, strict=True):
             object.__setattr__(made, field, value)
-        put = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
-        held = dict(zip(self.fields, values, strict=True))
-        for key in self.keys or ():
-            put(made, key, held[key])
+        if self.keys:
+            put = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
+            held = dict(zip(self.fields, values, strict=True))
+            for key in self.keys:
+                put(made, key, held[key])
         return made
 
 
