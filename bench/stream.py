@@ -2,8 +2,9 @@
 
 A step is forward, backward and AdamW. The peers run the batches at their own lengths, with the
 package's dense attention (torch has no backward of flex attention on CPU); aotcache's are padded
-to their buckets, which counts. All sides take each batch in turn, in one process, and must come
-to the same losses. The second process finds torch.compile's local caches warm.
+to their buckets, which counts. torch.compile is that of the layers, with its defaults. All sides
+take each batch in turn, in one process with one thread inside, and must come to the same losses.
+The second process finds torch.compile's local caches warm.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bench.common import ROOT, Bar, Report, fresh, main, text_of_seconds
 MODULE = "bench.stream"
 PLOT = ROOT / "docs" / "stream.svg"
 
-EAGER, COMPILED, OURS = "eager", "torch.compile of its layers", "aotcache"
+EAGER, COMPILED, OURS = "eager", "torch.compile", "aotcache"
 SHORTEST, LONGEST = 100, 1024
 STALL = 1.0
 """Seconds from which on a step counts as a stall."""
@@ -86,6 +87,7 @@ def side_stream(spec: str, store: str, steps: int) -> dict[str, Any]:
 
     from aotcache import Buckets, attach
 
+    torch.set_num_threads(1)
     subject = subjects.load(spec)
     buckets = Buckets.from_spec(subject.spec)
     draw = random.Random(0)
