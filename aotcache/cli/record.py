@@ -40,9 +40,7 @@ _MANY = 32
 
 
 def record(
-    command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="The program and its arguments.")
-    ],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The program and its arguments.")],
     output: Annotated[
         Path | None,
         typer.Option(
