@@ -27,6 +27,7 @@ from aotcache import host
 from aotcache.build.drafter import Drafter
 from aotcache.compile import pipeline
 from aotcache.compile.certify import certify
+from aotcache.compile.checkpoints import left_out
 from aotcache.compile.flex_operator import operator_attention
 from aotcache.errors import AotcacheError, CaptureError
 from aotcache.graph.redirect import redirect_flex
@@ -58,7 +59,7 @@ class FlatCall:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         region = self.call.region
-        with redirect_flex(_ATTENTION.get(self.call.device, dense_attention)):
+        with redirect_flex(_ATTENTION.get(self.call.device, dense_attention)), left_out(region.name):
             result = region.run(self.call, tensors)
         flat: list[torch.Tensor] = []
         template = flatten_output(result, flat, region.name)

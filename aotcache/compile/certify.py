@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
+from aotcache.compile.checkpoints import left_out
 from aotcache.compile.graphs import storage_key
 from aotcache.compile.precision import working_precision
 from aotcache.errors import CertificateFailed
@@ -146,7 +147,9 @@ class _Runs:
         devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
         with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(training):
             torch.manual_seed(self.seed)
-            outputs = list(run(list(leaves)))
+            with left_out(self.call.region.name) as checkpoints:
+                outputs = list(run(list(leaves)))
+            checkpoints.require_pure(updates=bool(self.mutated), draws=bool(self.drawn))
             generator = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
         gradients: list[torch.Tensor | None] = []
         if training:
