@@ -63,6 +63,7 @@ def run(quick: bool) -> Report:
             Bar(f"mean step against {COMPILED}, caches warm", _ratio(warm, COMPILED, mean), 1.0),
             Bar(f"median step against {COMPILED}", _ratio(cold, COMPILED, median), 1.0),
             Bar("stalls of aotcache", float(_stalls(cold["seconds"][OURS])), 0.0),
+            Bar("slowest step of aotcache against its median", _slowest(cold["seconds"][OURS]), 3.0),
         ],
         data={"cold": cold, "warm": warm},
     )
@@ -74,6 +75,11 @@ def _row(times: Sequence[float]) -> tuple[str, ...]:
 
 def _stalls(times: Sequence[float]) -> int:
     return sum(took > STALL for took in times)
+
+
+def _slowest(times: Sequence[float]) -> float:
+    """Case B3: how much longer than the median the slowest step takes."""
+    return max(times) / median(times)
 
 
 def _ratio(measured: Mapping[str, Any], peer: str, of: Callable[[Sequence[float]], float]) -> float:
