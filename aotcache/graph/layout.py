@@ -346,18 +346,25 @@ class Flattener:
         counted = set(state) if every else self.walker.counts(state)
         keys = tuple(key for key in state if key in counted)
         inner = self._let(expr)
-        self._require(inner, f"len({inner}) == {len(state)}")
+        if len(keys) == len(state):
+            self._require(inner, f"len({inner}) == {len(state)}")
+        else:
+            # One that is not counted may make room for one that is.
+            self._require(inner, f"tuple({inner}) == {self._env(tuple(state))}")
         return tree.Entries(
             keys,
             tuple(
-                self._attribute(f"{name}.{key}", state[key], inner and f"{inner}.get({key!r}, MISSING)")
+                self._attribute(
+                    f"{name}.{key}", state[key], inner and f"{inner}.get({key!r}, MISSING)", type(value)
+                )
                 for key in keys
             ),
         )
 
-    def _attribute(self, name: str, value: Any, expr: str | None) -> tree.Template:
-        if value is None:
+    def _attribute(self, name: str, value: Any, expr: str | None, owner: type) -> tree.Template:
+        if value is None and _is_block_mask(owner):
             # Left out of the key: newer versions of torch add fields to BlockMask that are None.
+            # Elsewhere one that is None is not one that is missing, for which a class may stand in.
             self._require(expr, f"{expr} is None")
             return tree.Constant(None)
         return self.visit(name, value, expr, inside=True)

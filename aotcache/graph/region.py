@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ class Call:
         flattener: Makes the function that takes later calls of this layout apart.
         holder_slots: The slot of each of the static holders; tied tensors share one.
         training: Training flags of the region's modules, in the order of `modules()`.
+        reads: What the region and the functions among the arguments read.
+        grad: Whether gradients were enabled; they may be where none is wanted.
     """
 
     region: Region
@@ -61,6 +63,8 @@ class Call:
     flattener: Flattener
     holder_slots: list[int]
     training: tuple[bool, ...]
+    reads: Reads
+    grad: bool
 
     @property
     def device(self) -> str:
@@ -69,12 +73,12 @@ class Call:
 
     def requires_grad(self) -> list[bool]:
         """Per slot, whether a gradient is wanted, or code looks whether one could be."""
-        seen = self.mode == "train" or _reads_requires_grad(self.static)
+        seen = self.mode == "train" or _reads_requires_grad(self.reads)
         return [seen and t.requires_grad for t in self.tensors]
 
     def describe(self, tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> str:
         """A tensor of the call as the key sees it, with its own strides unless others are given."""
-        return _describe_tensor(self.static, self.mode, tensor, strides)
+        return _describe_tensor(self.reads, self.mode, tensor, strides)
 
 
 class Region:
@@ -175,15 +179,14 @@ class Region:
         names += flattener.names
         grad = torch.is_grad_enabled()
         mode: Mode = "train" if grad and any(t.requires_grad for t in tensors) else "infer"
-        metadata = [
-            (f"slot {i} {names[i]}", _describe_tensor(static, mode, t)) for i, t in enumerate(tensors)
-        ]
+        reads = walker.reads()
+        metadata = [(f"slot {i} {names[i]}", _describe_tensor(reads, mode, t)) for i, t in enumerate(tensors)]
         own = len(tensors) - len(flattener.tensors)
         device = _device_type(self.name, names, tensors)
         ambient_items = ambient.read(device).items()
-        if "is_grad_enabled" in static.reads.names:
+        if "is_grad_enabled" in reads.names:
             ambient_items.append(("grad_enabled", str(grad)))
-        if "is_inference_mode_enabled" in static.reads.names:
+        if "is_inference_mode_enabled" in reads.names:
             ambient_items.append(("inference_mode", str(torch.is_inference_mode_enabled())))
         parts = KeyParts(
             (
@@ -207,8 +210,9 @@ class Region:
         )
         training = tuple(m.training for m in self.module.modules())
         return Call(
-            self, mode, tensors, kinds, names, static, arguments, parts, flattener, holder_slots, training
-        )
+            self, mode, tensors, kinds, names, static, arguments, parts, flattener, holder_slots, training,
+            reads, grad,
+        )  # fmt: skip
 
     def _arguments(
         self, flattener: Flattener, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -292,19 +296,21 @@ class Region:
         """
         arguments = call.arguments.build(tensors)
         bound = inspect.BoundArguments(self.signature, dict(arguments))
-        with _swapped(call, tensors):
+        # Inference is run without gradients, which code that asks for them would notice.
+        asks = call.grad and call.mode == "infer" and "is_grad_enabled" in call.reads.names
+        with _swapped(call, tensors), torch.enable_grad() if asks else nullcontext():
             return self.forward(*bound.args, **bound.kwargs)
 
 
-def _reads_requires_grad(static: Static) -> bool:
-    return "requires_grad" in static.reads.names
+def _reads_requires_grad(reads: Reads) -> bool:
+    return "requires_grad" in reads.names
 
 
 def _describe_tensor(
-    static: Static, mode: Mode, tensor: torch.Tensor, strides: tuple[int, ...] | None = None
+    reads: Reads, mode: Mode, tensor: torch.Tensor, strides: tuple[int, ...] | None = None
 ) -> str:
     # Code may ask a weight under no_grad whether it is trained, too.
-    return describe_tensor(tensor, "train" if _reads_requires_grad(static) else mode, strides)
+    return describe_tensor(tensor, "train" if _reads_requires_grad(reads) else mode, strides)
 
 
 def _of_class(module: nn.Module) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ class Attachment:
 
         Checkpointing of the reentrant kind makes such calls: in training, but under no_grad.
         """
-        if call.mode == "train" or not call.static.reads.names.isdisjoint(_GRAD_MODE):
+        if call.mode == "train" or not call.reads.names.isdisjoint(_GRAD_MODE):
             return None
         with torch.enable_grad():
             other = self.region.describe(args, kwargs)

@@ -404,6 +404,62 @@ def test_whether_a_weight_is_trained_counts_without_gradients_where_code_asks() 
         assert base_call(layer).parts.key == other.parts.key
 
 
+class Applies(nn.Module):
+    """Runs what it is given, and asks for nothing itself."""
+
+    def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
+
+
+def doubles_for_gradients(x: Tensor) -> Tensor:
+    return x * 2 if torch.is_grad_enabled() else x + 0
+
+
+def doubles_if_trained(bias: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * 2 + bias if bias.requires_grad else x + bias
+
+
+def test_grad_mode_counts_where_a_function_among_the_arguments_asks() -> None:
+    module, x = Applies(), torch.ones(3)
+    with torch.no_grad():
+        without = describe(module, x, doubles_for_gradients)
+        trained = describe(module, x, doubles_if_trained(torch.ones(3, requires_grad=True)))
+        frozen = describe(module, x, doubles_if_trained(torch.ones(3)))
+    within = describe(module, x, doubles_for_gradients)
+    assert (without.mode, within.mode) == ("infer", "infer")
+    assert without.parts.key != within.parts.key
+    assert trained.parts.key != frozen.parts.key
+    with torch.no_grad():
+        # As the builder runs calls without gradients.
+        assert within.region.run(within, [x]).tolist() == [2, 2, 2]
+        assert without.region.run(without, [x]).tolist() == [1, 1, 1]
+
+
+class Scaled:
+    factor: float | None = 3.0
+
+    def __init__(self, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + 0 if self.factor is None else x * self.factor * getattr(self, "more", 1.0)
+
+
+def test_an_attribute_that_is_none_is_not_one_that_is_missing() -> None:
+    module, x = Applies(), torch.ones(3)
+    assert module(x, Scaled(factor=None)).tolist() != module(x, Scaled()).tolist()
+    assert describe(module, x, Scaled(factor=None)).parts.key != describe(module, x, Scaled()).parts.key
+
+
+def test_as_many_attributes_of_other_names_are_another_layout() -> None:
+    module, x = Applies(), torch.ones(3)
+    call = describe(module, x, Scaled(unread=5.0))
+    flatten = call.flattener.compile()
+    assert flatten((x, Scaled(unread=6.0)), {}, []) is not None
+    assert flatten((x, Scaled(more=5.0)), {}, []) is None
+
+
 def test_ambient_state_of_the_thread_counts() -> None:
     layer = make_layer()
     plain = base_call(layer)
