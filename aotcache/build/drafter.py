@@ -182,6 +182,14 @@ class Drafter:
         batch = (args, kwargs)
         padded = (args, Buckets.from_spec(self.spec).pad(kwargs, sizes=short).batch)
         plain = self._forward(batch, mode, seeded=True)
+        wrong = next((f"{i} {float(x)}" for i, x in enumerate(_scalars(plain)) if not x.isfinite()), None)
+        if wrong is not None:
+            raise CertificateFailed(
+                f"{self.spec.path}: a batch of {short}, not padded yet, makes scalar result {wrong}, so whether "
+                "padding is harmless cannot be checked; look for it in what batch() returns and in what the factory "
+                "leaves unset, or let the drafter return 0 where there is nothing to count",
+                short=short,
+            )
         calls: list[Call] = []
         with recording(self.regions, calls.append, self.functions):
             what = f"drafter, given a batch of {short} that [axes] pads to {dict(bucket)},"

@@ -157,7 +157,8 @@ def materialise(model: nn.Module, device: torch.device) -> nn.Module:
 
     A factory may build on the meta device or under its own FakeTensorMode. The key
     sees shapes alone, so any finite values serve for tracing and for the numerics
-    check. Tied tensors stay tied. Real tensors are moved to `device`.
+    check. Parameters that hold NaN are drawn anew as well: that is how packages mark weights which
+    are loaded later. Tied tensors stay tied. Real tensors are moved to `device`.
 
     Raises:
         CaptureError: a parameter that is neither a plain tensor nor fake.
@@ -186,10 +187,11 @@ def _real(name: str, value: torch.Tensor, device: torch.device, generator: torch
                 "tensor subclasses (shard or quantise it after attach)",
                 name=name,
             )
-        if value.device.type == device.type:
-            return value
-        moved = value.detach().to(device)
-        return nn.Parameter(moved, value.requires_grad) if parameter else moved
+        if not (parameter and _has_nan(value)):
+            if value.device.type == device.type:
+                return value
+            moved = value.detach().to(device)
+            return nn.Parameter(moved, value.requires_grad) if parameter else moved
     size, stride = tuple(value.shape), tuple(value.stride())
     real = torch.empty_strided(size, stride, dtype=value.dtype, device=device)
     if value.dtype.is_floating_point or value.dtype.is_complex:
@@ -199,3 +201,9 @@ def _real(name: str, value: torch.Tensor, device: torch.device, generator: torch
     else:
         real.zero_()
     return nn.Parameter(real, value.requires_grad) if parameter else real
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    # Of other kinds, such as eight-bit ones, torch cannot tell everywhere.
+    kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return value.dtype in kinds and bool(value.detach().isnan().any())

@@ -45,6 +45,8 @@ class Drafter(nn.Module):
             return x[:, real[torch.randperm(len(real))[:3]]].pow(2).mean()
         if self.kind == "counts":
             return x.pow(2).mean()
+        if self.kind == "divides":
+            return (x.pow(2).mean(-1) * weights).sum() / (weights - weights).sum()
         if self.kind == "counts in a dataclass":
             return Output(x.pow(2).mean())
         if self.kind == "keeps":
@@ -57,7 +59,11 @@ class Drafter(nn.Module):
 def build(kind):
     if kind == "raises":
         torch.load("no such checkpoint")  # the file
-    return Drafter(kind)
+    drafter = Drafter(kind)
+    if kind == "not loaded":
+        with torch.no_grad():
+            drafter.layers[0].weight.fill_(torch.nan)
+    return drafter
 
 
 def batch(bucket, device):
@@ -114,6 +120,17 @@ def test_what_a_drafter_keeps_is_not_taken_for_padding_that_counts(tmp_path: Pat
 def test_padding_that_counts_in_the_loss_is_refused(tmp_path: Path, mode: Any, kind: str) -> None:
     with pytest.raises(CertificateFailed, match="padded positions must not count"):
         drafter(tmp_path, kind).capture({"seq": 8}, mode)
+
+
+def test_weights_that_are_loaded_later_do_not_hide_what_padding_changes(tmp_path: Path) -> None:
+    made = drafter(tmp_path, "not loaded")
+    assert [len(calls) for calls in made.capture({"seq": 8}, "train")] == [1, 1, 1]
+    assert made.model.layers[0].weight.isfinite().all()
+
+
+def test_a_loss_that_is_not_finite_is_not_taken_for_randomness(tmp_path: Path) -> None:
+    with pytest.raises(CertificateFailed, match="not padded yet, makes scalar result 0 inf"):
+        drafter(tmp_path, "divides").capture({"seq": 8}, "train")
 
 
 @pytest.mark.parametrize(
