@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -294,6 +294,20 @@ class MemoryUse:
     results: tuple[Any, ...] = field(default=(), repr=False)
 
 
+def _written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """What an operator writes; those on lists of tensors do not count up the versions of fake ones."""
+    if isinstance(target, torch._ops.OpOverload):
+        for position, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                tensors = given if isinstance(given, (tuple, list)) else (given,)
+                yield from (t for t in tensors if isinstance(t, torch.Tensor))
+    # Statistics that a normalisation keeps are written without a word in its schema.
+    statistics = _STATISTICS.get(str(target))
+    if statistics is not None and args[statistics[2]]:
+        yield from (t for i in statistics[:2] if isinstance(t := args[i], torch.Tensor))
+
+
 class _Watch(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor], use: MemoryUse) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -303,11 +317,7 @@ class _Watch(fx.Interpreter):
         self._untold: set[int] = set()
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Statistics that a normalisation keeps are written without a word in its schema.
-        written = _STATISTICS.get(str(target))
-        if written is not None and args[written[2]]:
-            statistics = [args[i] for i in written[:2]]
-            self._untold = {storage_key(t) for t in statistics if isinstance(t, torch.Tensor)}
+        self._untold = {storage_key(t) for t in _written(target, args, kwargs)}
         if is_block(target):
             # Watched from inside, so that the operator that writes is found, not its block.
             args = tuple(

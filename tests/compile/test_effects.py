@@ -167,6 +167,20 @@ def test_what_a_region_keeps_has_eagers_values_after_five_steps(train: bool) -> 
     assert {m.input for m in prepared.mutations} == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_what_operators_on_lists_write_is_seen(train: bool) -> None:
+    def listed(x, last, mean):
+        torch._foreach_mul_([last, mean], 0.5)
+        torch._foreach_add_([mean], [x.detach().mean(0)])
+        return (x * mean.clone(),)
+
+    tensors = [_leaf(3, 4), torch.ones(4), torch.zeros(4)]
+    prepared = check(listed, tensors, kinds=["input", "buffer", "buffer"], train=train, steps=3)
+    assert {m.input for m in prepared.mutations} == {1, 2}
+    with pytest.raises(UnsupportedGraph, match=r"t1 is changed in place by aten\._foreach_mul_"):
+        prepare(listed, tensors, kinds=["input", "input", "buffer"], train=train)
+
+
 def test_the_old_value_that_a_backward_needs_is_a_copy() -> None:
     def gated(x, average):
         y = x * average.sigmoid()
