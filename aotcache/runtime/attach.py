@@ -409,9 +409,7 @@ def attach(
         lock_cells=cells,
         wire=wire,
         recorder=recorder,
-        warm_line=shlex.join(
-            ["aotcache", "warm", str(spec.path), *([] if store is None else ["--store", opened.url])]
-        ),
+        warm_line=_warm_line(spec, None if store is None else opened.url),
     ).enter()
 
 
@@ -428,6 +426,13 @@ def unattached() -> Handle:
         wire=None,
         warm_line="aotcache warm <spec>",
     )
+
+
+def _warm_line(spec: Spec, url: str | None) -> str:
+    """What builds what is missing."""
+    if spec.drafter.batch is None and spec.drafter.calls is None:
+        return "aotcache record -- <this program>, then aotcache warm on what that writes"
+    return shlex.join(["aotcache", "warm", str(spec.path), *([] if url is None else ["--store", url])])
 
 
 def _recorder(spec: Spec, settings: Settings) -> Recorder:

@@ -246,8 +246,8 @@ def _agree(
         raise ArtifactMiss(
             f"not every rank has what one of them would run:\n{text}\n"
             "all ranks raise this, so that none waits for another. To build it, there: "
-            f"{behind.warm_line}; or copy it with aotcache fetch. What is not needed is left out where a lock file "
-            "names what is, the same on all ranks",
+            f"{behind.warm_line}; or copy it with aotcache fetch. If the run does not need it, give every rank one "
+            "lock file, attach(lock=...), that does not name it",
             key=first["key"],
             region=first["region"],
             rank=first["rank"],

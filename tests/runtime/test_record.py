@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import aotcache
 from aotcache.build.drafter import Drafter
-from aotcache.errors import CaptureError, ConfigError
+from aotcache.errors import ArtifactMiss, CaptureError, ConfigError
 from aotcache.recorded import EXAMPLES, Index, calls_folder, output_path, read_index
 from aotcache.runtime.attach import Handle
 from aotcache.spec import load_spec
@@ -339,6 +339,16 @@ def test_a_lock_file_and_prefetch_ask_for_nothing(run: Run, tmp_path: Path) -> N
         assert handle.prefetch()["loads"] == 0
         model(x(2))
     assert run.index.numbers() == [1]
+
+
+def test_a_miss_of_a_spec_without_a_batch_says_to_record(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("AOTCACHE_RECORD")
+    model = run.module.build()
+    with run.attach(model, store=str(tmp_path / "store")), pytest.raises(ArtifactMiss) as caught:
+        model(x(2))
+    assert "to build it: aotcache record -- <this program>, then aotcache warm" in str(caught.value)
 
 
 def test_a_record_goes_on_where_it_was_attached_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
