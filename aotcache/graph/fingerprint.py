@@ -428,7 +428,11 @@ class Walker(Findings):
         members = vars(cls).keys() - NO_MEMBERS
         special = {n for n in members if n.startswith("__") and n.endswith("__")}
         more = self.counts(members - special) if origin(cls) == "user" else self.named(members - special)
-        return called_by_syntax(cls) | self.named(special) | more
+        named = self.named(special)
+        if origin(cls) != "user":
+            # The `__init__` of every dataclass names it; transformers' registers classes in a table.
+            named -= {"__post_init__"}
+        return called_by_syntax(cls) | named | more
 
     def _member(self, path: str, member: Any, *, deep: bool) -> None:
         functions = functions_of(member)

@@ -21,13 +21,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import AttentionInterface, Trainer, TrainingArguments, masking_utils
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+from transformers.utils import ModelOutput
 
 import aotcache
 from aotcache.errors import ArtifactMiss, CallRefused
 from aotcache.graph.capture import find_regions, recording
 from aotcache.graph.functions import CREATE_BLOCK_MASK, FLEX_ATTENTION, function_regions
 from aotcache.graph.redirect import redirect_flex
-from aotcache.graph.region import Call
+from aotcache.graph.region import Call, Region
 from aotcache.integrations import transformers as integration
 from aotcache.integrations.transformers import AotcacheCallback
 from aotcache.runtime import tripwire
@@ -555,6 +556,28 @@ def test_how_far_a_static_cache_is_filled_makes_no_new_key(unwarmed: Callable[[s
             )
             integration.block_mask(2, 1, 16, q_offset=filled, attention_mask=None)
     assert len({call.parts.key for call in calls}) == 2
+
+
+@dataclass
+class OwnOutput(ModelOutput):
+    logits: Any = None
+    loss: Any = None
+
+
+class ReturnsOwnOutput(nn.Module):
+    def forward(self, x: Tensor) -> OwnOutput:
+        return OwnOutput(logits=x * 2)
+
+
+def test_a_region_may_return_a_model_output_of_the_users() -> None:
+    region = Region("head", ReturnsOwnOutput(), {})
+    call = region.describe([torch.ones(3)], {})
+    tensors, template = region.run_flat(call, [torch.ones(3)])
+    built = template.build(tensors)
+    assert type(built) is OwnOutput
+    assert list(built.items()) == [("logits", tensors[0])]
+    # The first instance of a class is registered with torch, in a table that is of no account.
+    assert region.describe([torch.ones(3)], {}).parts.key == call.parts.key
 
 
 def test_without_transformers_the_error_names_the_command() -> None:
