@@ -54,10 +54,8 @@ class Executable:
         self._forward = forward
         self._outputs = len(manifest.outputs)
         self.around = Around.of(manifest)
-        self._pick_differentiable = _picker(
-            [i for i, slot in enumerate(manifest.inputs) if slot.requires_grad]
-        )
-        self._pick_others = _picker([i for i, slot in enumerate(manifest.inputs) if not slot.requires_grad])
+        differentiable, others = _by_gradient(manifest)
+        self._pick_differentiable, self._pick_others = _picker(differentiable), _picker(others)
         if backward is not None:
             _require_slots(manifest)
             self._apply = _apply_of(_make_function(manifest, forward, backward, self.around))
@@ -110,6 +108,18 @@ def _require_slots(manifest: Manifest) -> None:
         )
 
 
+def _by_gradient(manifest: Manifest) -> tuple[list[int], list[int]]:
+    """The input slots that autograd is to know of, and the others.
+
+    What wants a gradient and never gets one, such as a weight that this call does not use, is
+    no part of eager's graph either: its hooks must not fire, and DDP must see it as unused.
+    """
+    reached = frozenset(manifest.pair.gradients) if manifest.pair is not None else frozenset[int]()
+    wanting = [i for i, slot in enumerate(manifest.inputs) if slot.requires_grad]
+    differentiable = [i for i in wanting if i in reached] or wanting
+    return differentiable, [i for i in range(len(manifest.inputs)) if i not in differentiable]
+
+
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """A function that takes the items at `positions`, in C."""
     if len(positions) > 1:
@@ -122,7 +132,7 @@ def _make_function(
 ) -> type[torch.autograd.Function]:
     """The autograd function of one pair.
 
-    Its first argument is a tuple of the tensors that want no gradient, which autograd then
+    Its first argument is a tuple of the tensors that get no gradient, which autograd then
     need not look at; the others follow. Where new values are written early, the very tensors
     of the call are the last item of that tuple. Inside, a call is one list: differentiable slots,
     other slots, outputs, intermediates.
@@ -131,8 +141,7 @@ def _make_function(
     assert pair is not None
     outputs = manifest.outputs
     count = len(outputs)
-    differentiable = [i for i, slot in enumerate(manifest.inputs) if slot.requires_grad]
-    others = [i for i, slot in enumerate(manifest.inputs) if not slot.requires_grad]
+    differentiable, others = _by_gradient(manifest)
     place = {slot: i for i, slot in enumerate([*differentiable, *others])}
     total = len(place)
     to_slots = _picker([place[slot] for slot in range(total)])

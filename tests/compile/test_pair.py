@@ -24,6 +24,7 @@ from tests.compile.flat import (
     run_contract,
     tangents_for,
 )
+from tests.compile.uncompiled import prepare, runner
 
 
 def _pair(fn: Callable[..., Any], examples: Sequence[torch.Tensor], **options: Any) -> Pair:
@@ -242,3 +243,26 @@ def test_inference_under_autocast_casts_as_eager_does() -> None:
     (got,) = made.forward(*examples)
     assert made.outputs[0].dtype == "bfloat16"
     assert torch.equal(got, eager)
+
+
+def test_a_weight_that_a_call_does_not_use_is_no_part_of_its_graph() -> None:
+    def uses_one(x: Any, used: Any, unused: Any, cut: Any) -> Any:
+        return (x * used + cut.detach(),)
+
+    leaves = [torch.randn(3, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(4)]
+    executable = runner(prepare(uses_one, [t.detach().requires_grad_() for t in leaves], train=True))
+    told: dict[str, list[int]] = {}
+    for name, run in (("eager", uses_one), ("ours", lambda *tensors: executable.train(list(tensors)))):
+        own = [t.detach().requires_grad_() for t in leaves]
+        fired = told[name] = [0] * len(own)
+        for i, leaf in enumerate(own):
+
+            def count(_: Any, i: int = i, fired: list[int] = fired) -> None:
+                fired[i] += 1
+
+            leaf.register_hook(count)
+            leaf.register_post_accumulate_grad_hook(count)
+        (out,) = run(*own)
+        out.sin().sum().backward()
+        assert [t.grad is None for t in own] == [False, False, True, True]
+    assert told["ours"] == told["eager"] == [2, 2, 0, 0]
