@@ -287,6 +287,8 @@ class Handle:
             AotcacheError: in a group, what failed on any rank.
         """
         if self.recorder is not None:
+            if group is not None:
+                prefetching.agree_to_record(group, self.resolver.store.url)
             return self.stats()  # it runs nothing that could be opened
         reasons = prefetching.prefetch(
             self.resolver,

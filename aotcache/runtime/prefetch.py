@@ -103,6 +103,17 @@ def prefetch(
     return frozenset(denied.values()) if denied else frozenset()
 
 
+def agree_to_record(group: Group, store: str) -> None:
+    """What a rank that records does where the others prefetch: nobody waits for it, and all must record.
+
+    Raises:
+        ConfigError: not all of the group's ranks record, or this one is not in it.
+        AotcacheError: another rank failed.
+    """
+    ranks = _ranks(group)
+    _agree(_exchange(_Report("record", "", store), group), ranks, ())
+
+
 def _ranks(group: Group) -> list[int]:
     """The global ranks of a group's members, by their place in it."""
     if not dist.is_available() or not dist.is_initialized():

@@ -97,6 +97,11 @@ class Stores:
             "broken, eager": {"specs": locked, "stores": [self.broken[1], self.full], "on_miss": EAGER},
             "another archive": {"specs": unlocked, "stores": [self.full, self.other], "on_miss": RAISE},
             "not alike": {"specs": locked, "stores": [self.full] * 2, "on_miss": ["raise", "eager"]},
+            "one records": {
+                "specs": unlocked,
+                "stores": [self.full] * 2,
+                "on_miss": ["raise", "record"],
+            },
             "another lock file": {
                 "specs": [self.spec, self.narrow],
                 "stores": [self.full] * 2,
@@ -196,6 +201,13 @@ def test_two_reactions_to_a_miss_are_refused(found: list[dict[str, Any]]) -> Non
     text, _ = _same_error(found, "not alike", "ConfigError")
     assert "'eager' on rank 1" in text
     assert "'raise' on rank 0" in text
+
+
+def test_a_rank_that_records_among_others_is_refused_and_keeps_none_waiting(
+    found: list[dict[str, Any]],
+) -> None:
+    text, _ = _same_error(found, "one records", "ConfigError")
+    assert "'record' on rank 1" in text
 
 
 def test_a_cell_that_one_lock_file_does_not_name_is_lacking(found: list[dict[str, Any]]) -> None:
