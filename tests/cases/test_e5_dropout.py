@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_four_threads_have_masks_of_their_own(model: Noisy) -> None:
         try:
             start.wait(60)
             mine = []
-            for call in (plain, recomputed) * 5:
+            for call in (plain, recomputed) * 10:
                 forward, backward = masks(model, call)
                 if call is plain:
                     # Recomputation sets the state of the process's one generator, in eager as well:
@@ -118,6 +119,41 @@ def test_four_threads_have_masks_of_their_own(model: Noisy) -> None:
         thread.join(120)
     assert not failed
     assert len(found) == 4
+
+
+def test_four_threads_with_own_seeds_have_the_masks_that_eager_has_alone(model: Noisy) -> None:
+    calls: list[Callable[..., Any]] = [plain, reentrant, recomputed]
+    eager = build()
+    alone: dict[int, Tensor] = {}
+    for seed in range(4 * 20):
+        torch.manual_seed(seed)
+        alone[seed] = masks(eager)[0]
+    drawing = (
+        threading.Lock()
+    )  # all CPU threads share one generator: a seed holds as long as one of them draws
+    start = threading.Barrier(4)
+
+    def train(thread: int) -> int:
+        torch.get_num_threads()
+        start.wait(60)
+        for step in range(20):
+            seed = 20 * thread + step
+            call = calls[step % 3]
+            ones = torch.ones(SHAPE, requires_grad=True)
+            with drawing:
+                torch.manual_seed(seed)
+                out = call(model.drop, ones)
+                if call is not plain:
+                    out.backward(torch.ones(SHAPE))  # recomputes, so it draws as well
+            if call is plain:
+                out.backward(torch.ones(SHAPE))  # while others draw
+            assert torch.equal(out.detach() != 0, alone[seed])
+            assert ones.grad is not None
+            assert torch.equal(ones.grad, out.detach())
+        return thread
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(train, range(4))) == [0, 1, 2, 3]
 
 
 def test_eval_has_no_dropout_and_draws_nothing(model: Noisy) -> None:
