@@ -30,7 +30,10 @@ def _fake_mode() -> Any:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that lie in one piece of memory."""
+    """Equal for tensors that lie in one piece of memory. A mapped tensor (vmap) lies in that of all its parts."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 
