@@ -109,7 +109,7 @@ class Attachment:
                 return self._missed(args, kwargs, answer.reason, None)
             self.handle.counters.miss(self.name)
             raise ArtifactMiss(
-                explain(call, answer.reason, self.handle.resolver.store, self.handle.warm_line),
+                explain(call, answer.reason, self.handle.resolver.store, self.handle.way_out()),
                 key=call.parts.key,
                 region=self.name,
             )
@@ -215,6 +215,7 @@ class Handle:
         options: dict[str, Any],
         on_miss: OnMiss,
         warm_line: str,
+        warms_infer: bool = True,
         lock_cells: list[LockedCell] | None,
         counters: Stats,
         wire: tripwire.Tripwire | None,
@@ -225,6 +226,7 @@ class Handle:
         self.options = options
         self.on_miss = on_miss
         self.warm_line = warm_line
+        self._warms_infer = warms_infer
         self.counters = counters
         self._lock_cells = lock_cells
         self._wire = wire
@@ -262,6 +264,12 @@ class Handle:
             new = (region, reason) not in self._told
             self._told.add((region, reason))
             return new
+
+    def way_out(self) -> str:
+        """What builds a call that the calling thread makes now."""
+        if self._warms_infer or torch.is_grad_enabled():
+            return self.warm_line
+        return f'add "infer" to the spec\'s modes, then {self.warm_line}'
 
     def stats(self) -> dict[str, Any]:
         """Counters since `attach`: hits, misses, loads, load seconds, eager calls, bytes, per
@@ -412,6 +420,7 @@ def attach(
         wire=wire,
         recorder=recorder,
         warm_line=_warm_line(spec, None if store is None else opened.url),
+        warms_infer=spec.drafter.batch is None or "infer" in spec.drafter.modes,
     ).enter()
 
 

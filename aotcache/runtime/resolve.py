@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from aotcache.store.base import Store
 
 _STRIDES = re.compile(r"strides \([^)]*\)")
+_FUNCTIONS = "aotcache.graph.functions."
+"""Where the modules of drop-in functions are."""
+
 _NEAREST = 3
 """How many differing items of the nearest stored entry an error lists."""
 
@@ -190,19 +193,31 @@ class Nearest:
 
 
 def nearest(parts: KeyParts, mode: str, manifests: Iterable[Manifest]) -> Nearest | None:
-    """The stored entry of the same mode that differs from `parts` in the fewest items."""
+    """The stored entry of the same mode that differs from `parts` in the fewest items.
+
+    A drop-in function is compared with itself alone: another one, or a module, differs in everything.
+    """
     best: Nearest | None = None
+    ours = _root(parts)
     for manifest in manifests:
-        if manifest.mode == mode:
+        theirs = _root(manifest.parts)
+        alike = ours == theirs or not any(root.startswith(_FUNCTIONS) for root in (ours, theirs))
+        if manifest.mode == mode and alike:
             differences = [str(d) for d in parts.diff(manifest.parts)]
             if best is None or len(differences) < len(best.differences):
                 best = Nearest(manifest, differences)
     return best
 
 
+def _root(parts: KeyParts) -> str:
+    """The class of the region that a key is of."""
+    structure = (part.items for part in parts.components if part.name == "structure")
+    return next((value for items in structure for name, value in items if name == "(root)"), "")
+
+
 def nothing_near(mode: str) -> str:
     """What an error or a command says where there is no entry of a mode."""
-    return f"the store holds no other {mode} artifact to compare it with"
+    return f"the store holds no {mode} artifact to compare it with"
 
 
 def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:

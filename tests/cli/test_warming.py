@@ -141,7 +141,7 @@ def test_check_exits_one_where_a_cell_is_missing(story: dict[str, Done]) -> None
 
 def test_why_has_nothing_to_compare_with_in_an_empty_store(story: dict[str, Done]) -> None:
     assert story["why"].code == 1
-    assert "holds no other infer artifact" in story["why"].out
+    assert "holds no infer artifact" in story["why"].out
 
 
 def test_warm_builds_once_and_writes_the_lock_file(story: dict[str, Done], folder: Path) -> None:

@@ -248,6 +248,23 @@ def test_a_miss_names_the_nearest_entry_and_the_way_out(probe: Probe) -> None:
     assert handle.stats()["misses"] == 1
 
 
+def test_a_miss_without_gradients_names_the_mode_that_the_spec_leaves_out(
+    probe: Probe, tmp_path: Path
+) -> None:
+    spec = tmp_path / "train.toml"
+    spec.write_text(probe.spec.read_text().replace('["train", "infer"]', '["train"]'))
+    model = probe.module.build()
+    with aotcache.attach(model, spec, store=str(tmp_path / "empty")):
+        with (
+            torch.no_grad(),
+            pytest.raises(ArtifactMiss, match='add "infer" to the spec'),
+        ):
+            model(**probe.batch())
+        with pytest.raises(ArtifactMiss) as caught:
+            model(**probe.batch())
+    assert "modes" not in str(caught.value)
+
+
 def test_a_lock_file_restricts_only_where_it_is_named(probe: Probe, tmp_path: Path) -> None:
     import json
 
