@@ -181,6 +181,14 @@ def test_what_operators_on_lists_write_is_seen(train: bool) -> None:
         prepare(listed, tensors, kinds=["input", "input", "buffer"], train=train)
 
 
+def test_what_a_mapped_function_writes_is_its_own() -> None:
+    def one_hot(index):
+        return index.new_zeros(4).index_put_((index,), index.new_ones(()))
+
+    prepared = check(lambda x, i: (x * torch.vmap(one_hot)(i),), [_leaf(3, 4), torch.tensor([1, 0, 3])])
+    assert not prepared.mutations
+
+
 def test_the_old_value_that_a_backward_needs_is_a_copy() -> None:
     def gated(x, average):
         y = x * average.sigmoid()
