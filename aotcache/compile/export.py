@@ -9,7 +9,9 @@ refused too.
 
 from __future__ import annotations
 
+import inspect
 import linecache
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -105,6 +107,46 @@ def _own_gradients_refused(region: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _history_refused(region: str) -> Iterator[None]:
+    """Refuses code of the model's that asks a tensor what it has been through.
+
+    The tensors of a trace are fresh: what they answer would be answered for every call to come,
+    whose key tells nothing of it.
+    """
+    own = {name: vars(torch.Tensor)[name] for name in _HISTORY if name in vars(torch.Tensor)}
+
+    def refusing(name: str) -> property:
+        known = inspect.getattr_static(torch.Tensor, name)
+
+        def read(self: torch.Tensor) -> Any:
+            caller = sys._getframe(1)
+            if is_library(caller.f_code.co_filename):
+                return known.__get__(self)
+            line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            raise UnsupportedGraph(
+                f"region {region!r}: Tensor.{name} is read at {line}, which may differ from call to call; an "
+                "artifact would repeat what it was at its build. Leave this part out of the region, or pass "
+                "what it decides as an argument",
+                region=region,
+                line=line,
+            )
+
+        return property(
+            read, lambda self, value: known.__set__(self, value), lambda self: known.__delete__(self)
+        )
+
+    try:
+        for name in _HISTORY:
+            setattr(torch.Tensor, name, refusing(name))
+        yield
+    finally:
+        for name in _HISTORY:
+            delattr(torch.Tensor, name)
+        for name, member in own.items():
+            setattr(torch.Tensor, name, member)
+
+
 def _not_in_graph(region: str, what: str, lost: str) -> UnsupportedGraph:
     frames = [f for f in traceback.extract_stack() if not is_library(f.filename)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
@@ -115,6 +157,9 @@ def _not_in_graph(region: str, what: str, lost: str) -> UnsupportedGraph:
         line=line,
     )
 
+
+_HISTORY = ("_base", "_version", "grad", "grad_fn", "is_leaf")
+"""What tensors of equal keys may differ in, and code can ask for."""
 
 # end of private torch names
 
@@ -193,7 +238,11 @@ def export_flat(
     where = f"region {region!r}"
     try:
         flat = _Flat(fn)
-        with torch.set_grad_enabled(train), clean_trace(), _all_user_frames(), _own_gradients_refused(region):
+        with ExitStack() as stack:
+            for held in (torch.set_grad_enabled(train), clean_trace(), _all_user_frames()):
+                stack.enter_context(held)
+            for refused in (_own_gradients_refused(region), _history_refused(region)):
+                stack.enter_context(refused)
             program = torch.export.export(flat, inputs, strict=False)
     except UnsupportedGraph:
         raise

@@ -177,6 +177,35 @@ def hook_on_a_tensor(x):
     return (y,)
 
 
+def asks_whether_a_leaf(x):
+    return (x * 2 if x.is_leaf else x * 3,)  # here
+
+
+def asks_what_made_it(x):
+    return (x * 2 if getattr(x, "grad_fn", None) is None else x * 3,)  # here
+
+
+def asks_what_it_is_a_view_of(x):
+    return (x * 2 if x._base is None else x * 3,)  # here
+
+
+def asks_for_an_earlier_gradient(x):
+    return (x * 2 if x.grad is None else x * 3,)  # here
+
+
+@pytest.mark.parametrize(
+    "fn", [asks_whether_a_leaf, asks_what_made_it, asks_what_it_is_a_view_of, asks_for_an_earlier_gradient]
+)
+def test_asking_for_the_history_of_a_tensor_is_refused_by_line(fn: Callable[..., Any]) -> None:
+    known = {name: member for name, member in vars(torch.Tensor).items() if not name.startswith("__")}
+    with pytest.raises(UnsupportedGraph, match="is read at") as refused:
+        export_flat(fn, (torch.ones(3, 3, requires_grad=True),), region="r", train=True)
+    assert refused.value.details["line"] == line_of(fn, "# here")
+    assert {n: m for n, m in vars(torch.Tensor).items() if not n.startswith("__")} == known
+    leaf = torch.ones(3, requires_grad=True)
+    assert (leaf.is_leaf, leaf.grad, (leaf * 1).grad_fn is not None) == (True, None, True)
+
+
 @pytest.mark.parametrize("fn", [own_backward, hook_on_a_tensor])
 def test_what_changes_gradients_outside_of_the_graph_is_refused_where_gradients_are_wanted(
     fn: Callable[..., Any],
