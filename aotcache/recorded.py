@@ -373,7 +373,8 @@ def spec_text(spec: Spec, output: Path, index: Index) -> str:
 def _header(spec: Spec, output: Path, index: Index) -> Iterator[str]:
     numbers = index.numbers()
     times = sum(index.calls[number - 1].count for number in numbers)
-    yield f"# Recorded: {len(numbers)} different calls of the drafter, made {_times(times)}."
+    what = "different call" if len(numbers) == 1 else "different calls"
+    yield f"# Recorded: {len(numbers)} {what} of the drafter, made {_times(times)}."
     yield f"# To build what they need: aotcache warm {output.name}"
     yield f"# Record again instead of changing this file; what it repeats of [drafter] comes from {spec.path.name}."
     problems = index.problems()

@@ -35,7 +35,7 @@ from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing
 from aotcache.runtime.dispatch import Records, make_record
 from aotcache.runtime.flex import add_handle, remove_handle
-from aotcache.runtime.resolve import Resolved, Resolver, explain
+from aotcache.runtime.resolve import RECORD_LINE, Resolved, Resolver, explain
 from aotcache.runtime.stats import Stats
 from aotcache.spec import CompileOptions, Spec, load_spec
 from aotcache.store import open_store
@@ -442,7 +442,7 @@ def unattached() -> Handle:
 def _warm_line(spec: Spec, url: str | None) -> str:
     """What builds what is missing."""
     if spec.drafter.batch is None and spec.drafter.calls is None:
-        return "aotcache record -- <this program>, then aotcache warm on what that writes"
+        return RECORD_LINE
     return shlex.join(["aotcache", "warm", str(spec.path), *([] if url is None else ["--store", url])])
 
 

@@ -31,6 +31,9 @@ _STRIDES = re.compile(r"strides \([^)]*\)")
 _FUNCTIONS = "aotcache.graph.functions."
 """Where the modules of drop-in functions are."""
 
+RECORD_LINE = "aotcache record -- <this program>, then aotcache warm on what that writes"
+"""What builds what is missing where a spec has neither batches nor recorded calls."""
+
 _NEAREST = 3
 """How many differing items of the nearest stored entry an error lists."""
 
@@ -250,6 +253,8 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
 def _way_out(differences: list[str], warm_line: str) -> str:
     """What to do about a miss: `aotcache warm` builds what the spec describes, which may be another call."""
     parts = {difference.partition(".")[0] for difference in differences}
+    if parts == {"call"} and warm_line == RECORD_LINE:
+        return f"pad batches with aotcache.Buckets, or build it: {warm_line}"
     if parts == {"call"}:
         return (
             f"if the spec's batch() makes such calls, build them: {warm_line}\n"

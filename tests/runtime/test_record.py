@@ -346,9 +346,9 @@ def test_a_miss_of_a_spec_without_a_batch_says_to_record(
 ) -> None:
     monkeypatch.delenv("AOTCACHE_RECORD")
     model = run.module.build()
-    with run.attach(model, store=str(tmp_path / "store")), pytest.raises(ArtifactMiss) as caught:
+    said = "to build it: aotcache record -- <this program>, then aotcache warm"
+    with run.attach(model, store=str(tmp_path / "store")), pytest.raises(ArtifactMiss, match=said):
         model(x(2))
-    assert "to build it: aotcache record -- <this program>, then aotcache warm" in str(caught.value)
 
 
 def test_a_record_goes_on_where_it_was_attached_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
