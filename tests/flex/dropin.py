@@ -49,11 +49,11 @@ class Drafter(nn.Module):
 
 
 def make_mask(documents: Tensor, q_len: int | None = None, kv_len: int | None = None) -> Any:
-    """Causal and same document, by a closure made anew at every call."""
+    """Causal and same document, by a closure made anew at every call. Document -1 is padding, which sees nothing."""
     batch, length = documents.shape
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q >= kv) & (documents[b, q] == documents[b, kv])
+        return (q >= kv) & (documents[b, q] == documents[b, kv]) & (documents[b, q] >= 0)
 
     return create_block_mask(visible, batch, None, q_len or length, kv_len or length, device="cpu")
 
@@ -63,27 +63,30 @@ def build(layers: int = 2) -> Drafter:
     return Drafter(layers)
 
 
-def batch(bucket: dict[str, int], device: Any = "cpu", *, seed: int | None = None) -> Any:
-    """Random states and targets, and two documents in each row."""
+def batch(bucket: dict[str, int], device: Any = "cpu", *, seed: int | None = None, padding: int = 0) -> Any:
+    """Random states and targets, and two documents in each row, the last one with padding behind it."""
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
     rows, length = 2, bucket["seq"]
     x, target = torch.randn(2, rows, length, HIDDEN, generator=generator)
     cut = torch.randint(1, length, (rows, 1), generator=generator)
-    return (), {"x": x, "documents": (torch.arange(length) >= cut).long(), "target": target}
+    documents = (torch.arange(length) >= cut).long()
+    documents[-1, length - padding :] = -1
+    return (), {"x": x, "documents": documents, "target": target}
 
 
 def reference(model: Drafter, x: Tensor, documents: Tensor, target: Tensor) -> Tensor:
-    """The same by the definition of attention: a dense boolean mask and softmax."""
+    """The same by the definition of attention: a dense boolean mask and softmax; rows that see nothing give zero."""
     at = torch.arange(x.shape[1])
     seen = (at[:, None] >= at)[None] & (documents[:, :, None] == documents[:, None])
+    padding = (documents < 0)[:, None, :, None]
     for layer in model.layers:
         batch, length, _ = x.shape
         q = layer.q(x).view(batch, length, HEADS, HEAD).transpose(1, 2)
         k, v = layer.kv(x).view(batch, length, 2, KV_HEADS, HEAD).permute(2, 0, 3, 1, 4)
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
         scores = q @ k.mT / HEAD**0.5 - layer.slope * (at[:, None] - at)
-        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).masked_fill(padding, 0.0)
         x = x + (weights @ v).transpose(1, 2).reshape(batch, length, HIDDEN)
     real = (documents >= 0).unsqueeze(-1)
     return ((x - target).pow(2) * real).sum() / real.sum()

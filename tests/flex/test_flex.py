@@ -21,10 +21,10 @@ from tests.flex import dropin
 from tests.flex.conftest import SEQ
 
 
-def step(model: Any, run: Any, seed: int) -> tuple[Tensor, Any]:
+def step(model: Any, run: Any, seed: int, padding: int = 0) -> tuple[Tensor, Any]:
     """Loss and gradients of one batch, by `run(model, **batch)`."""
     model.zero_grad(set_to_none=True)
-    loss = run(model, **dropin.batch({"seq": SEQ}, seed=seed)[1])
+    loss = run(model, **dropin.batch({"seq": SEQ}, seed=seed, padding=padding)[1])
     loss.backward()
     return loss.detach(), gradients_of(model)
 
@@ -72,6 +72,26 @@ def test_training_on_threads_equals_the_definition(functions: Spec) -> None:
         # Two layers and one mask in each step.
         assert stats["hits"] == 4 * 3
         assert not stats["misses"] + stats["eager_calls"] + stats["traces"]
+
+
+def test_padding_that_sees_no_key_leaves_no_trace(functions: Spec) -> None:
+    model = dropin.build()
+    with aotcache.attach(model, functions) as handle:
+        loss, gradients = step(model, dropin.Drafter.__call__, 8, padding=SEQ // 3)
+        with torch.no_grad():
+            without_gradients = model(**dropin.batch({"seq": SEQ}, seed=8, padding=SEQ // 3)[1])
+        stats = handle.stats()
+    assert (stats["hits"], stats["misses"], stats["traces"]) == (6, 0, 0)
+    # The same rows with nothing behind them: the padded one on its own, without its padding.
+    _, batch = dropin.batch({"seq": SEQ}, seed=8)
+    counts = (SEQ, SEQ - SEQ // 3)
+    model.zero_grad(set_to_none=True)
+    rows = [{name: t[i : i + 1, :n] for name, t in batch.items()} for i, n in enumerate(counts)]
+    want = sum(n * dropin.reference(model, **row) for n, row in zip(counts, rows, strict=True)) / sum(counts)
+    want.backward()
+    for found in (loss, without_gradients):
+        torch.testing.assert_close(found, want.detach(), rtol=1e-5, atol=1e-4)
+    assert_gradients_close(gradients, gradients_of(model))
 
 
 def test_without_gradients_the_inference_artifact_runs(functions: Spec) -> None:
