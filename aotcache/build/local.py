@@ -88,6 +88,13 @@ class WarmReport:
         """Whether every cell of the plan is covered."""
         return not self.failed
 
+    def __str__(self) -> str:
+        built = len(self.built) - len(self.failed)
+        done = (
+            f"{len(self.plan.rows)} cells: {built} built, {len(self.failed)} failed, in {self.seconds:.1f} s"
+        )
+        return "\n".join([done, *(f"{type(b.error).__name__}: {b.cell}: {b.error}" for b in self.failed)])
+
 
 def plan(
     spec: Spec | str | Path | None = None,

@@ -202,6 +202,7 @@ def test_identical_graphs_are_compiled_once(layers: tuple[Path, str, WarmReport,
     assert built["layers.c"].reused is False
     digests = [b.manifest.digest for b in report.built if b.manifest is not None]
     assert digests[0] == digests[1] != digests[2]
+    assert str(report).startswith("3 cells: 3 built, 0 failed, in ")
 
 
 def test_nothing_is_left_to_do(layers: tuple[Path, str, WarmReport, int]) -> None:
