@@ -38,7 +38,7 @@ TORCH = {"graph", "compile", "runtime", "integrations", "host", "torch_private",
 BUILDER = {"build/drafter.py", "build/worker.py"}
 """What runs in the builder's child process. The parent that starts it needs no torch there."""
 
-FACADE = {"__init__", "flex"}
+FACADE = {"__init__", "__main__", "flex"}
 """Public names that only point into the package; their imports are lazy or one line."""
 
 

@@ -9,12 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-COMMAND = [sys.executable, "-c", "from aotcache.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "aotcache"]
 
 
 def test_every_command_of_the_issue_is_there_and_speaks_json(run: Any) -> None:
     listed = run("--help").out
-    for command in ("warm", "ls", "show", "why", "fetch", "verify", "doctor", "demo"):
+    for command in ("warm", "record", "ls", "show", "why", "fetch", "verify", "doctor", "demo"):
         assert f"  {command} " in listed
         assert "--json" in run(command, "--help").out
 

@@ -1,0 +1,5 @@
+"""`python -m aotcache`: the command line of the environment that this Python belongs to."""
+
+from aotcache.cli import main
+
+main()
