@@ -51,12 +51,7 @@ from aotcache.graph.values import (
 
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+|<\w+ object")
 # They steer nothing that a graph could show, and have no value to compare.
-_HARMLESS = (
-    logging.Logger,
-    logging.LoggerAdapter,
-    type(threading.Lock()),
-    type(threading.RLock()),
-)
+_HARMLESS = (logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()))
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace, Mapping)
 # What stands in a class and is neither code nor a value of the user's.
 _DESCRIPTORS = (
