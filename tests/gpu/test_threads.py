@@ -49,35 +49,54 @@ def assert_same(found: Any, want: Any) -> None:
     assert_gradients_close(found[1], want[1])
 
 
+Prepared = tuple[tiny.Tiny, Tensor, Any, Tensor]
+
+
+def prepared(batch: dict[str, Tensor]) -> Prepared:
+    """A replica, and what its blocks and the loss want, all of it on the device already."""
+    on_device = {name: value.to(DEVICE) for name, value in batch.items()}
+    model = tiny.build(flex=True, blocks=BLOCKS).to(DEVICE)
+    return model, on_device["x"], tiny.block_mask(on_device["documents"]), on_device["target"]
+
+
+def first_launch(given: Prepared) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients of documents without padding. An artifact is the first that calls the device."""
+    model, x, mask, target = given
+    for block in model.blocks:
+        x = block(x, mask)
+    loss = (x - target).pow(2).mean()
+    loss.backward()
+    grads = {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
+    return loss.detach().cpu(), grads
+
+
 def test_c4_first_launch_in_fresh_threads(spec: Spec) -> None:
     batch = make_batch(seed=4)
+    assert (batch["documents"] >= 0).all()
     want = reference(batch)
-    model = tiny.build(flex=True, blocks=BLOCKS).to(DEVICE)
-    with aotcache.attach(model, spec) as handle:
-        # The main thread loads and runs nothing.
-        handle.prefetch()
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(run(model, batch)))
-        thread.start()
-        thread.join(120)
-        assert_same(found[0], want)
-        replicas = [tiny.build(flex=True, blocks=BLOCKS).to(DEVICE) for _ in range(4)]
-        handles = [aotcache.attach(replica, spec) for replica in replicas]
-        start = threading.Barrier(4)
+    alone, *replicas = [prepared(batch) for _ in range(5)]
+    handles = [aotcache.attach(model, spec) for model, *_ in (alone, *replicas)]
+    # The main thread loads and runs nothing.
+    handles[0].prefetch()
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as fresh:
+        assert_same(fresh.submit(first_launch, alone).result(120), want)
+    streams = [torch.cuda.Stream() for _ in replicas]
+    start = threading.Barrier(len(replicas))
 
-        def on_own_stream(replica: torch.nn.Module) -> Any:
-            start.wait(60)
-            with torch.cuda.stream(torch.cuda.Stream()):
-                return run(replica, batch)
+    def on_own_stream(given: Prepared, stream: torch.cuda.Stream) -> Any:
+        start.wait(60)
+        with torch.cuda.stream(stream):
+            return first_launch(given)
 
-        with ThreadPoolExecutor(4) as pool:
-            for each in pool.map(on_own_stream, replicas):
-                assert_same(each, want)
-        for each in (handle, *handles):
-            stats = each.stats()
-            assert not stats["misses"] + stats["eager_calls"] + stats["traces"]
-        for each in handles:
-            each.detach()
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        for each in pool.map(on_own_stream, replicas, streams):
+            assert_same(each, want)
+    for handle in handles:
+        stats = handle.stats()
+        assert stats["hits"] == BLOCKS
+        assert not stats["misses"] + stats["eager_calls"] + stats["traces"]
+        handle.detach()
 
 
 def test_b9_padding_blocks_leave_no_trace(spec: Spec) -> None:
@@ -90,7 +109,8 @@ def test_b9_padding_blocks_leave_no_trace(spec: Spec) -> None:
     assert_same(found, (loss, gradients))
 
 
-def test_b3_lengths_that_never_repeat(warm_gpu: Callable[..., Spec]) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_b3_lengths_that_never_repeat(warm_gpu: Callable[..., Spec], rank: int) -> None:
     spec = warm_gpu(
         "ladder", flex=True, blocks=1, modes=["train"], buckets={"batch": [1], "seq": [512, 1024]}
     )
@@ -98,14 +118,16 @@ def test_b3_lengths_that_never_repeat(warm_gpu: Callable[..., Spec]) -> None:
     model = tiny.build(flex=True, blocks=1).to(DEVICE)
     dense = tiny.build(flex=False, blocks=1)
     with aotcache.attach(model, spec) as handle:
-        handle.prefetch()
-        generator = torch.Generator().manual_seed(0)
+        loaded = handle.prefetch()["loads"]
+        generator = torch.Generator().manual_seed(rank)
         for anchors in torch.randperm(64, generator=generator)[:30].tolist():
             batch = make_batch(rows=1, length=16 * (anchors + 1), seed=anchors)
+            batch["documents"] = (torch.arange(16 * (anchors + 1)) // 16)[None]
             found = run(model, buckets.pad(batch).batch)
             dense.zero_grad(set_to_none=True)
             loss = dense(**batch)
             loss.backward()
             assert_same(found, (loss.detach(), {n: p.grad for n, p in dense.named_parameters()}))
         stats = handle.stats()
-    assert (stats["hits"], stats["misses"], stats["traces"]) == (30, 0, 0)
+    assert (stats["hits"], stats["misses"], stats["eager_calls"], stats["traces"]) == (30, 0, 0, 0)
+    assert stats["loads"] == loaded  # all of them before the first step
