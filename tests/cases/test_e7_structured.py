@@ -136,7 +136,8 @@ def test_a_fresh_process_imports_the_class_or_is_told_which_is_missing(warm: War
         "imported": True,
         "hits": 1,
     }
-    assert "HeadOutput" in missing["text"]
+    assert missing["error"] == "ArtifactMiss"
+    assert "import tests.cases.head_output.HeadOutput differs: (absent)" in missing["text"]
     # The artifact names a class that is not there: refused before it runs.
     assert gone["error"] == "RejectedArtifact"
     assert "tests.cases.head_output:Gone, which this process cannot import" in gone["text"]
