@@ -278,7 +278,7 @@ class Handle:
 
     def prefetch(self, *, group: Group | None = None) -> dict[str, Any]:
         """Open everything the lock file names, in parallel; without a lock file, every
-        stored artifact made from this drafter's code. Returns `stats()`.
+        stored artifact made from its regions' code and, in a group, all of the drop-in functions'. Returns `stats()`.
 
         With a group, all its ranks must call this before their first step, for one drafter
         after another, as with any collective. They exchange what each of them has and run
@@ -298,9 +298,11 @@ class Handle:
             if group is not None:
                 prefetching.agree_to_record(group, self.resolver.store.url)
             return self.stats()  # it runs nothing that could be opened
+        # Which of the functions' artifacts a drafter calls is not known; ranks that differ in one would wait.
+        functions = [] if group is None else [function.region for function in self.functions.values()]
         reasons = prefetching.prefetch(
             self.resolver,
-            [m.__dict__[ATTACHED].region for m in self._attached],
+            [*(m.__dict__[ATTACHED].region for m in self._attached), *functions],
             self._lock_cells,
             on_miss=self.on_miss,
             warm_line=self.warm_line,
