@@ -115,31 +115,42 @@ def _history_refused(region: str) -> Iterator[None]:
     whose key tells nothing of it.
     """
     own = {name: vars(torch.Tensor)[name] for name in _HISTORY if name in vars(torch.Tensor)}
+    is_instance = type(nn.Parameter).__instancecheck__
+
+    def refuse(what: str) -> None:
+        caller = sys._getframe(2)
+        if is_library(caller.f_code.co_filename):
+            return
+        line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        raise UnsupportedGraph(
+            f"region {region!r}: {what} at {line}, which may differ from call to call; an artifact would repeat "
+            "what it was at its build. Leave this part out of the region, or pass what it decides as an argument",
+            region=region,
+            line=line,
+        )
 
     def refusing(name: str) -> property:
         known = inspect.getattr_static(torch.Tensor, name)
 
         def read(self: torch.Tensor) -> Any:
-            caller = sys._getframe(1)
-            if is_library(caller.f_code.co_filename):
-                return known.__get__(self)
-            line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            raise UnsupportedGraph(
-                f"region {region!r}: Tensor.{name} is read at {line}, which may differ from call to call; an "
-                "artifact would repeat what it was at its build. Leave this part out of the region, or pass "
-                "what it decides as an argument",
-                region=region,
-                line=line,
-            )
+            refuse(f"Tensor.{name} is read")
+            return known.__get__(self)
 
         return property(
             read, lambda self, value: known.__set__(self, value), lambda self: known.__delete__(self)
         )
 
+    def check(cls: type, instance: Any) -> bool:
+        # A trace has plain tensors in the places of parameters.
+        if cls is nn.Parameter and isinstance(instance, torch.Tensor):
+            refuse("a tensor is asked whether it is a Parameter")
+        return bool(is_instance(cls, instance))
+
     try:
         for name in _HISTORY:
             setattr(torch.Tensor, name, refusing(name))
-        yield
+        with replaced(type(nn.Parameter), "__instancecheck__", check):
+            yield
     finally:
         for name in _HISTORY:
             delattr(torch.Tensor, name)

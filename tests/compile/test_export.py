@@ -193,17 +193,32 @@ def asks_for_an_earlier_gradient(x):
     return (x * 2 if x.grad is None else x * 3,)  # here
 
 
+def asks_whether_a_parameter(x):
+    return (x * 2 if isinstance(x, torch.nn.Parameter) else x * 3,)  # here
+
+
 @pytest.mark.parametrize(
-    "fn", [asks_whether_a_leaf, asks_what_made_it, asks_what_it_is_a_view_of, asks_for_an_earlier_gradient]
+    "fn",
+    [
+        asks_whether_a_leaf,
+        asks_what_made_it,
+        asks_what_it_is_a_view_of,
+        asks_for_an_earlier_gradient,
+        asks_whether_a_parameter,
+    ],
 )
 def test_asking_for_the_history_of_a_tensor_is_refused_by_line(fn: Callable[..., Any]) -> None:
     known = {name: member for name, member in vars(torch.Tensor).items() if not name.startswith("__")}
-    with pytest.raises(UnsupportedGraph, match="is read at") as refused:
+    with pytest.raises(UnsupportedGraph, match=r"is read at|is a Parameter at") as refused:
         export_flat(fn, (torch.ones(3, 3, requires_grad=True),), region="r", train=True)
     assert refused.value.details["line"] == line_of(fn, "# here")
     assert {n: m for n, m in vars(torch.Tensor).items() if not n.startswith("__")} == known
     leaf = torch.ones(3, requires_grad=True)
     assert (leaf.is_leaf, leaf.grad, (leaf * 1).grad_fn is not None) == (True, None, True)
+    assert (isinstance(leaf, torch.nn.Parameter), isinstance(torch.nn.Parameter(leaf), torch.Tensor)) == (
+        False,
+        True,
+    )
 
 
 @pytest.mark.parametrize("fn", [own_backward, hook_on_a_tensor])
