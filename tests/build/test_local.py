@@ -54,7 +54,7 @@ def line_of(text: str) -> int:
 def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AotcacheError]:
     """Why each region of one drafter could not be built."""
     folder = tmp_path_factory.mktemp("refused")
-    spec = write_spec(folder, "build", ["train"], kinds=["input", "buffer", "random", "alias"])
+    spec = write_spec(folder, "build", ["train"], kinds=["input", "random", "alias"])
     report = aotcache.warm(spec, store=str(folder / "store"))
     assert not report.ok
     assert report.lock is None
@@ -65,9 +65,8 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AotcacheError
     ("kind", "operator", "line"),
     [
         ("input", "mul_", "changes what it was given"),
-        ("buffer", "add_", "counts calls"),
-        ("random", "dropout", "# draws"),
-        ("alias", "view", "shares memory"),
+        ("random", "bernoulli", "draws by values"),
+        ("alias", "slice", "shares memory"),
     ],
 )
 def test_a_refusal_names_region_operator_and_line(

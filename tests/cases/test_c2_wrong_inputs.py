@@ -13,14 +13,20 @@ from aotcache.errors import ArtifactMiss, CallRefused
 from aotcache.runtime.attach import Handle
 from tests.cases import tiny
 from tests.cases.conftest import Warm
-from tests.cases.support import assert_close, make_batch
+from tests.cases.support import assert_close, copy_store, make_batch
+
+
+@pytest.fixture(scope="module")
+def alone(levels: Warm, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store that holds the artifact for batch 4 and S 256 and no other, which an error could name."""
+    return copy_store(levels.store, tmp_path_factory.mktemp("c2"), levels.manifests())
 
 
 @pytest.fixture
-def attached(levels: Warm) -> Iterator[tuple[tiny.DenseBlock, Handle]]:
+def attached(levels: Warm, alone: str) -> Iterator[tuple[tiny.DenseBlock, Handle]]:
     """One block, whose calls are the region's own, and its handle."""
     model = tiny.build()
-    with aotcache.attach(model, levels.spec, store=levels.store) as handle:
+    with aotcache.attach(model, levels.spec, store=alone) as handle:
         with torch.no_grad():
             yield model.blocks[0], handle
 
