@@ -42,7 +42,7 @@ def run(quick: bool) -> Report:
         )
     place = subjects.warmed("stream")
     env = {"AOTCACHE_HOME": str(place.home), "TORCHINDUCTOR_CACHE_DIR": str(place.root / "inductor")}
-    asked = {"spec": str(place.spec), "store": place.store.as_uri(), "steps": 12 if quick else 300}
+    asked = {"spec": str(place.spec), "store": place.store.as_uri(), "steps": 12 if quick else 80}
     cold, warm = (fresh(MODULE, "stream", env=env, **asked) for _ in range(2))
     series = {
         EAGER: cold["seconds"][EAGER],
