@@ -298,8 +298,9 @@ class Manifest:
             found = json.loads(data)
             schema = found.get("schema") if isinstance(found, dict) else None
             if schema not in _READABLE:
+                readable = " or ".join(map(str, _READABLE))
                 raise ManifestError(
-                    f"{where}: manifest schema {schema!r}, expected {SCHEMA}; upgrade aotcache or rebuild it"
+                    f"{where}: manifest schema {schema!r}, expected {readable}; upgrade aotcache or rebuild it"
                 )
             manifest = _MANIFEST.validate_json(data)
             key = manifest.parts.key

@@ -163,8 +163,7 @@ def _store(store: Store, entries: list[Entry]) -> Finding:
     One archive stands for all: looking at it reads it whole.
     """
     usage = store.usage()
-    sound = (e.manifest for e in entries if e.manifest is not None and e.problem is None)
-    first = next(sound, None)
+    first = next((entry.usable for entry in entries if entry.usable is not None), None)
     try:
         if first is not None:
             store.blob_path(first.digest)

@@ -98,9 +98,9 @@ def _locked(source: Store, lock: Path) -> list[Manifest]:
 
     cells = {cell.digest: cell for cell in read_lock(lock).cells}
     found: dict[str, list[Manifest]] = {}
-    for entry in source.entries():
-        if entry.manifest is not None and entry.problem is None and entry.manifest.digest in cells:
-            found.setdefault(entry.manifest.digest, []).append(entry.manifest)
+    for manifest in source.list():
+        if manifest.digest in cells:
+            found.setdefault(manifest.digest, []).append(manifest)
     missing = sorted(set(cells) - set(found))
     if missing:
         first = cells[missing[0]]

@@ -62,8 +62,8 @@ class FlexAttention(nn.Module):
 class CreateBlockMask(nn.Module):
     """torch's `create_block_mask` as a function of tensors.
 
-    Returns the index tensors of the mask by name, None where there is none. `anchor`, a
-    tensor without elements, says on which device they are made.
+    Returns the index tensors that the mask has, by name. `anchor`, a tensor without elements,
+    says on which device they are made.
     """
 
     def forward(
@@ -76,7 +76,7 @@ class CreateBlockMask(nn.Module):
         kv_len: int,
         block_size: int | tuple[int, int],
         options: dict[str, Any],
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Tensor]:
         """See `aotcache.flex.create_block_mask`."""
         mask = torch_flex.create_block_mask(
             mask_mod, batch, heads, q_len, kv_len, anchor.device, block_size, **options
@@ -135,7 +135,7 @@ def recorder_of(name: str) -> Call | None:
 
 
 def belongs_to_another() -> bool:
-    """Whether a call of a function now is part of a region that is being recorded, exported or run eagerly."""
+    """Whether a call of a function now is part of what is being exported, compiled or run eagerly."""
     return is_redirected() or torch.compiler.is_compiling()
 
 

@@ -80,9 +80,7 @@ def flex_attention(
         CallRefused: the mask is shorter than the input.
     """
     if block_mask is not None:
-        rows, columns = block_mask.seq_lengths
-        if rows < query.size(-2) or columns < key.size(-2):
-            require_long_enough(block_mask, query.size(-2), key.size(-2))
+        require_long_enough(block_mask, query.size(-2), key.size(-2))
     args = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
     return _call(FLEX_ATTENTION, args, {"return_aux": return_aux})
 

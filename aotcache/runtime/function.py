@@ -54,11 +54,11 @@ class Executable:
         self._forward = forward
         self._outputs = len(manifest.outputs)
         self.around = Around.of(manifest)
-        differentiable, others = _by_gradient(manifest)
+        slots = differentiable, others = _by_gradient(manifest)
         self._pick_differentiable, self._pick_others = _picker(differentiable), _picker(others)
         if backward is not None:
             _require_slots(manifest)
-            self._apply = _apply_of(_make_function(manifest, forward, backward, self.around))
+            self._apply = _apply_of(_make_function(manifest, forward, backward, slots, self.around))
 
     def infer(self, tensors: list[torch.Tensor], own: Sequence[torch.Tensor] | None = None) -> list[Any]:
         """The tensors of the result, without a backward.
@@ -117,7 +117,7 @@ def _by_gradient(manifest: Manifest) -> tuple[list[int], list[int]]:
     reached = frozenset(manifest.pair.gradients) if manifest.pair is not None else frozenset[int]()
     wanting = [i for i, slot in enumerate(manifest.inputs) if slot.requires_grad]
     differentiable = [i for i in wanting if i in reached] or wanting
-    return differentiable, [i for i in range(len(manifest.inputs)) if i not in differentiable]
+    return differentiable, sorted({*range(len(manifest.inputs))} - {*differentiable})
 
 
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -128,9 +128,13 @@ def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ..
 
 
 def _make_function(
-    manifest: Manifest, forward: Runner, backward: Runner, around: Around | None
+    manifest: Manifest,
+    forward: Runner,
+    backward: Runner,
+    slots: tuple[list[int], list[int]],
+    around: Around | None,
 ) -> type[torch.autograd.Function]:
-    """The autograd function of one pair.
+    """The autograd function of one pair, whose input slots are told apart by `_by_gradient`.
 
     Its first argument is a tuple of the tensors that get no gradient, which autograd then
     need not look at; the others follow. Where new values are written early, the very tensors
@@ -141,7 +145,7 @@ def _make_function(
     assert pair is not None
     outputs = manifest.outputs
     count = len(outputs)
-    differentiable, others = _by_gradient(manifest)
+    differentiable, others = slots
     place = {slot: i for i, slot in enumerate([*differentiable, *others])}
     total = len(place)
     to_slots = _picker([place[slot] for slot in range(total)])

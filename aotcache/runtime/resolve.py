@@ -240,7 +240,7 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
         for entry in entries
         if entry.key == call.parts.key and entry.problem is not None
     ]
-    usable = (e.manifest for e in entries if e.manifest is not None and e.problem is None)
+    usable = (entry.usable for entry in entries if entry.usable is not None)
     found = nearest(call.parts, call.mode, usable)
     if found is None:
         lines.append(nothing_near(call.mode))

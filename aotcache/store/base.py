@@ -48,6 +48,11 @@ class Entry:
     modified: float
     problem: str | None
 
+    @property
+    def usable(self) -> Manifest | None:
+        """The manifest, where a lookup takes the entry for a hit."""
+        return self.manifest if self.problem is None else None
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

@@ -83,8 +83,8 @@ class ObjectStore:
             entry = self._entry(ref)
             if entry is None:
                 continue
-            if entry.manifest is not None and entry.problem is None:
-                found.append(entry.manifest)
+            if entry.usable is not None:
+                found.append(entry.usable)
             else:
                 logger.warning("%s: %s is taken for a miss: %s", self._url, ref.path, entry.problem)
         return found
@@ -138,7 +138,7 @@ class ObjectStore:
 
     def list(self) -> Iterator[Manifest]:
         """See `Store`."""
-        return (e.manifest for e in self.entries() if e.manifest is not None and e.problem is None)
+        return (entry.usable for entry in self.entries() if entry.usable is not None)
 
     def entries(self) -> Iterator[Entry]:
         """See `Store`."""
