@@ -29,6 +29,15 @@ def _home_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     patch.undo()
 
 
+@pytest.fixture(scope="session")
+def importable() -> Iterator[None]:
+    """Builders and fresh processes find `tests` as this process does."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
+    yield
+    patch.undo()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _wires_end_with_their_module() -> Iterator[None]:
     """No file's tests may leave a drafter attached: it would forbid tracing to all that follow."""

@@ -15,7 +15,7 @@ import aotcache
 from aotcache.lockfile import lock_path, read_lock
 from aotcache.manifest import Manifest
 from aotcache.spec import Spec
-from tests.cases.support import ROOT, write_spec
+from tests.cases.support import write_spec
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,8 @@ class Warm:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _importable() -> Iterator[None]:
-    """Builders and fresh processes find `tests.cases` as this process does."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(ROOT))
-    yield
-    patch.undo()
+def _importable(importable: None) -> None:
+    """Builders import `tests.cases`."""
 
 
 @pytest.fixture(scope="session")

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from aotcache.spec import Spec
-from tests.cases.support import ROOT, write_spec
+from tests.cases.support import write_spec
 
 SEQ = 64
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _importable() -> Iterator[None]:
-    """Builders find `tests.flex` as this process does."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(ROOT))
-    yield
-    patch.undo()
+def _importable(importable: None) -> None:
+    """Builders import `tests.flex`."""
 
 
 def _spec(path: Path, regions: list[str], modes: list[str]) -> Spec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from aotcache import host
 from aotcache.spec import Spec
-from tests.cases.support import ROOT, write_spec
+from tests.cases.support import write_spec
 
 DEVICE = torch.device("cuda")
 
@@ -26,13 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _exact() -> Iterator[None]:
-    """Cases compare with TF32 off; builders find `tests.gpu` as this process does."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(ROOT))
+def _exact(importable: None) -> None:
+    """Cases compare with TF32 off; builders import `tests.gpu`."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,14 @@
-"""Small regions whose keys are compared."""
+"""Small regions whose keys are compared, and how their calls are described."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
+
+from aotcache.graph.region import Call, Region
 
 
 class Norm(nn.Module):
@@ -51,3 +55,24 @@ def document_mask(documents: Tensor, window: int = 64) -> BlockMask:
 
     batch, length = documents.shape
     return create_block_mask(and_masks(causal, same), batch, None, length, length, device="cpu")
+
+
+def make_layer() -> Layer:
+    torch.manual_seed(0)
+    return Layer()
+
+
+def describe(layer: nn.Module, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Call:
+    return Region("layers.0", layer, options or {}).describe(args, kwargs)
+
+
+def documents(seed: int = 0) -> Tensor:
+    return torch.randint(0, 3, (2, 128), generator=torch.Generator().manual_seed(seed))
+
+
+def base_call(layer: Layer) -> Call:
+    return describe(layer, torch.ones(2, 128, 64), document_mask(documents()))
+
+
+def components_that_differ(a: Call, b: Call) -> set[str]:
+    return {d.component for d in a.parts.diff(b.parts)}

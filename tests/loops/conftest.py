@@ -13,7 +13,7 @@ from torch import Tensor
 import aotcache
 from aotcache.runtime.attach import Handle
 from aotcache.spec import Spec
-from tests.cases.support import ROOT, write_spec
+from tests.cases.support import write_spec
 from tests.loops import drafter
 
 
@@ -26,12 +26,8 @@ class Warm:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _importable() -> Iterator[None]:
-    """Builders and ranks find `tests.loops` as this process does."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(ROOT))
-    yield
-    patch.undo()
+def _importable(importable: None) -> None:
+    """Builders import `tests.loops`."""
 
 
 @pytest.fixture(scope="session")
