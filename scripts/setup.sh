@@ -52,5 +52,10 @@ say "installing aotcache and what its tests need"
 pip install -qq -c constraints.txt -e '.[dev]' -r tests/integration/requirements.txt
 pip install -qq -c constraints.txt --no-deps -r tests/integration/requirements-no-deps.txt
 
+# Two packages lie outside of aotcache/ (see package-dir in pyproject.toml). mypy, and a checkout that is
+# on PYTHONPATH instead of being installed, find them by links.
+ln -sfn ../api aotcache/api
+ln -sfn ../migrations aotcache/migrations
+
 touch "$venv/.ready"
 say "done"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "aotcache"
 
 LAYERS = (
-    {"errors", "types"},
+    {"errors", "types", "envelope"},
     {
         "spec",
         "buckets",
@@ -30,7 +30,7 @@ LAYERS = (
     },
     {"graph", "store", "db"},
     {"compile", "runtime", "build", "service"},
-    {"integrations", "cli", "api"},
+    {"integrations", "cli", "api", "migrations"},
 )
 TORCH = {"graph", "compile", "runtime", "integrations", "host", "torch_private", "flex"}
 """Parts that may import torch at all."""
@@ -42,13 +42,22 @@ FACADE = {"__init__", "__main__", "flex"}
 """Public names that only point into the package; their imports are lazy or one line."""
 
 
+OUTSIDE = ("api", "migrations")
+"""Packages whose folders are beside aotcache/ in the checkout, and in it when installed."""
+
+
 def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    return sorted([*PACKAGE.rglob("*.py"), *(path for name in OUTSIDE for path in (ROOT / name).rglob("*.py"))])
+
+
+def inside_package(path: Path) -> Path:
+    """Where a file lies in the installed package."""
+    return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT)
 
 
 def part(path: Path) -> str:
     """The part of the package a file belongs to: its folder, or its own name."""
-    inside = path.relative_to(PACKAGE)
+    inside = inside_package(path)
     return inside.parts[0] if len(inside.parts) > 1 else inside.stem
 
 
@@ -103,7 +112,7 @@ def _is_type_checking_only(path: Path, line: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(inside_package(path)))
 def test_imports_never_point_upward(path: Path) -> None:
     if part(path) in FACADE:
         return
@@ -131,7 +140,7 @@ def test_compile_is_imported_by_build_alone() -> None:
 
 def test_torch_is_imported_only_where_it_belongs() -> None:
     for path in modules():
-        if str(path.relative_to(PACKAGE)) in BUILDER:
+        if str(inside_package(path)) in BUILDER:
             continue
         for name, line in imports(path):
             if name.split(".")[0] == "torch" and not _is_type_checking_only(path, line):
@@ -140,7 +149,7 @@ def test_torch_is_imported_only_where_it_belongs() -> None:
 
 def test_nothing_pure_loads_torch_when_it_is_imported() -> None:
     for path in modules():
-        if part(path) in TORCH - {"host", "torch_private"} or str(path.relative_to(PACKAGE)) in BUILDER:
+        if part(path) in TORCH - {"host", "torch_private"} or str(inside_package(path)) in BUILDER:
             continue
         for name, line in top_level(path):
             assert name.split(".")[0] != "torch", f"{path}:{line} imports {name} when it is imported"
@@ -152,13 +161,36 @@ def test_the_environment_is_read_in_config_alone() -> None:
     for path in modules():
         text = path.read_text()
         if "os.environ" in text or "os.getenv" in text:
-            assert str(path.relative_to(PACKAGE)) in readers, f"{path} reads the environment"
+            assert str(inside_package(path)) in readers, f"{path} reads the environment"
+
+
+@pytest.mark.parametrize(
+    ("library", "owners"),
+    [
+        ("sqlalchemy", {"db", "service", "migrations"}),
+        ("alembic", {"db", "migrations"}),
+        ("fastapi", {"api"}),
+        ("starlette", {"api"}),
+        ("httpx", {"store"}),
+        ("obstore", {"store"}),
+        ("cryptography", {"trust"}),
+    ],
+)
+def test_a_library_is_used_where_it_belongs_alone(library: str, owners: set[str]) -> None:
+    for path in modules():
+        for name, line in imports(path):
+            if name.split(".")[0] == library:
+                assert part(path) in owners, f"{path}:{line}: {part(path)} imports {name}"
 
 
 def test_the_wheel_lists_every_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     listed = {line.strip(' ",') for line in text.split("packages = [")[1].split("]")[0].splitlines()} - {""}
-    found = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    found = {
+        ".".join(("aotcache", *inside_package(path).parent.parts))
+        for path in modules()
+        if path.name == "__init__.py"
+    }
     assert listed == found
 
 

@@ -1,0 +1,1 @@
+"""What the service does with its database: index, leases, builds, tokens, usage."""

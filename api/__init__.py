@@ -1,0 +1,1 @@
+"""The service: a store over HTTP. Ships as `aotcache.api`."""
