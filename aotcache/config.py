@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from aotcache.errors import ConfigError
@@ -28,6 +28,8 @@ class Settings(BaseSettings):
         home: Where all state lives. Default: `aotcache` in `XDG_CACHE_HOME`, else in
             `~/.cache`; for a user who has no writable home (a container uid without
             an account), `aotcache-<uid>` in the system's temporary directory.
+        config_home: What must outlast the cache: the signing key, trusted keys, tokens. Default:
+            `aotcache` in `XDG_CONFIG_HOME`, else in `~/.config`; for a user without a home, `config` in `home`.
         store: URL of the store; default `file://<home>/store`.
         build_seconds: Time limit of one build, in seconds.
         build_memory_gib: Memory limit of one build, in GiB of address space that is
@@ -35,6 +37,9 @@ class Settings(BaseSettings):
         lock_seconds: How long to wait for another process that unpacks the same artifact.
         trust_shared_store: Open artifacts from a directory that other users can
             write to. Opening an artifact runs its code, so this trusts them all.
+        trust_unsigned: Open artifacts from elsewhere that no trusted key has signed. Opening an
+            artifact runs its code, so this trusts everyone who can write to the store, or to the way there.
+        token: What the service is shown; default: the file `tokens/<host>_<port>` in `config_home`.
         record: Every `attach` records the calls of its drafter, as with `on_miss="record"`:
             the spec to write (`.toml`), or a folder for `<spec>.recorded.toml`.
         record_run: Folder that tells the processes of one recorded run from another run's;
@@ -47,11 +52,14 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     home: Path = Field(default_factory=lambda: default_home())
+    config_home: Path = Field(default_factory=lambda data: default_config_home(data["home"]))
     store: str = Field(default_factory=lambda data: (data["home"] / "store").as_uri())
     build_seconds: float = Field(default=900.0, gt=0)
     build_memory_gib: float | None = Field(default=None, gt=0)
     lock_seconds: float = Field(default=300.0, gt=0)
     trust_shared_store: bool = False
+    trust_unsigned: bool = False
+    token: SecretStr | None = None
     record: Path | None = None
     record_run: Path | None = None
 
@@ -61,12 +69,12 @@ class Settings(BaseSettings):
         except ValidationError as error:
             raise ConfigError("; ".join(_complaints(error))) from error
 
-    @field_validator("home", "record", "record_run")
+    @field_validator("home", "config_home", "record", "record_run")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
 
-    @field_validator("record", "record_run", mode="before")
+    @field_validator("record", "record_run", "token", mode="before")
     @classmethod
     def _empty_is_unset(cls, value: Any) -> Any:
         return None if value == "" else value
@@ -110,7 +118,7 @@ def default_home() -> Path:
     """The home used when `AOTCACHE_HOME` is unset; creates nothing."""
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG rules say that a relative value is to be ignored.
-    cache = Path(xdg) if os.path.isabs(xdg) else _user_cache()
+    cache = Path(xdg) if os.path.isabs(xdg) else _user_folder(".cache")
     if cache is not None:
         home = cache / "aotcache"
         # os.path answers False for what may not be looked at; Path would raise.
@@ -119,14 +127,25 @@ def default_home() -> Path:
     return Path(tempfile.gettempdir()).absolute() / f"aotcache-{os.getuid()}"
 
 
-def _user_cache() -> Path | None:
+def default_config_home(home: Path) -> Path:
+    """The config home used when `AOTCACHE_CONFIG_HOME` is unset; creates nothing."""
+    xdg = os.environ.get("XDG_CONFIG_HOME", "")
+    config = Path(xdg) if os.path.isabs(xdg) else _user_folder(".config")
+    if config is not None:
+        folder = config / "aotcache"
+        if os.path.isdir(folder) or _can_create(folder):
+            return folder
+    return home / "config"
+
+
+def _user_folder(name: str) -> Path | None:
     home = os.environ.get("HOME", "")
     if not os.path.isabs(home):
         try:
             home = pwd.getpwuid(os.getuid()).pw_dir
         except KeyError:
             return None
-    return Path(home) / ".cache"
+    return Path(home) / name
 
 
 def _can_create(path: Path) -> bool:

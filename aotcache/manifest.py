@@ -8,11 +8,12 @@ no calling convention that aotcache relies on.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
+from aotcache.envelope import MANIFEST_TYPE, Envelope
 from aotcache.errors import ManifestError
 from aotcache.key import Component, KeyParts
 from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant
@@ -229,6 +230,8 @@ class Manifest:
         content: Key over the canonical graphs: equal for identical graphs.
         runner: `native` (aotcache's GIL-free runner) or `torch` (torch's own loader,
             needed where a graph calls operators through the proxy executor).
+        envelope: What the manifest was read from, if it came with signatures. No part of the
+            manifest's value: not compared, not written by `to_json`, and lost by `replace`.
     """
 
     key: CacheKey
@@ -253,6 +256,7 @@ class Manifest:
     mutations: tuple[Mutation, ...] = ()
     aliases: tuple[Alias, ...] = ()
     schema: int = SCHEMA
+    envelope: Envelope | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def variant(self) -> Variant:
@@ -280,11 +284,23 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        values = asdict(self)
+        del values["envelope"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+    def document(self) -> bytes:
+        """What a store writes: the envelope as it came, or for a manifest without one its JSON."""
+        return self.to_json() if self.envelope is None else self.envelope.to_json()
+
+    def with_envelope(self, envelope: Envelope) -> Manifest:
+        """The same manifest as the payload of `envelope`, which is not looked into."""
+        copy = replace(self)
+        object.__setattr__(copy, "envelope", envelope)
+        return copy
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str) -> Manifest:
-        """Read and check a manifest.
+        """Read and check a manifest, bare or in an envelope, whose signatures are not verified.
 
         Args:
             data: The bytes.
@@ -294,6 +310,21 @@ class Manifest:
             ManifestError: for anything that is not a manifest of this schema, or
                 whose key is not the hash of its components.
         """
+        try:
+            found = json.loads(data)
+            if isinstance(found, dict) and "payloadType" in found:
+                envelope = Envelope.from_json(data, where=where)
+                if envelope.kind != MANIFEST_TYPE:
+                    raise ManifestError(
+                        f"{where}: a signed document of type {envelope.kind!r}, expected {MANIFEST_TYPE!r}"
+                    )
+                return cls._from_payload(envelope.payload, where=where).with_envelope(envelope)
+        except (ValueError, RecursionError) as error:
+            raise ManifestError(f"{where}: not a manifest: {error}") from error
+        return cls._from_payload(data, where=where)
+
+    @classmethod
+    def _from_payload(cls, data: bytes, *, where: str) -> Manifest:
         try:
             found = json.loads(data)
             schema = found.get("schema") if isinstance(found, dict) else None

@@ -24,6 +24,8 @@ def _home_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     (home / "headers").symlink_to(headers)
     patch = pytest.MonkeyPatch()
     patch.setenv("AOTCACHE_HOME", str(home))
+    patch.setenv("AOTCACHE_CONFIG_HOME", str(home / "config"))
+    patch.delenv("AOTCACHE_TOKEN", raising=False)
     patch.delenv("AOTCACHE_STORE", raising=False)
     yield home
     patch.undo()

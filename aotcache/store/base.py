@@ -70,6 +70,15 @@ class Store(Protocol):
     def url(self) -> str:
         """Where it is; `open_store(url)` opens it again."""
 
+    @property
+    def own(self) -> bool:
+        """Whether this user put there what lies there, on this host.
+
+        From such a store alone is a manifest without signatures taken, and what is published
+        there needs none. A directory that others can write to is another matter: its files
+        are refused one by one.
+        """
+
     def lookup(self, key: CacheKey) -> list[Manifest]:
         """Every variant that can be fetched for `key`; empty for a miss.
 

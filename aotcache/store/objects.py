@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 BUCKETS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory")
 """URL schemes that obstore serves; `memory` ends with the process."""
 
+ORIGIN = "origin"
+"""Name of the file in a directory of copies: the address of the store that they are from."""
+
 _LATE_BLOB_RETRIES = (0.02, 0.1)
 """Waits in seconds. Another host of a network file system can see a new ref
 before the blob that was written first."""
@@ -76,6 +79,13 @@ class ObjectStore:
         """See `Store`."""
         return self._url
 
+    @property
+    def own(self) -> bool:
+        """See `Store`. A directory with a file `origin` holds copies from there."""
+        if isinstance(self._client, FileClient):
+            return self._client.head(ORIGIN) is None
+        return self._url.startswith("memory:")
+
     def lookup(self, key: CacheKey) -> list[Manifest]:
         """See `Store`."""
         found = []
@@ -113,7 +123,7 @@ class ObjectStore:
             # archive is put, which may be the very one that the ref lacked.
             replace = entry is not None
         self._put_blob(manifest.digest, archive)
-        return self._client.put(ref, manifest.to_json(), create=not replace)
+        return self._client.put(ref, manifest.document(), create=not replace)
 
     def fetch(self, digest: Digest, dest: Path) -> None:
         """See `Store`."""
