@@ -14,7 +14,13 @@ AotcacheError
 ├── StoreError                a store could not be read or written
 │   ├── NotStored             no such key or digest
 │   ├── CorruptArtifact       bytes do not match their digest
-│   └── ManifestError         a manifest or lock file cannot be understood
+│   ├── ServiceError          the service answered with an error
+│   │   └── ServiceUnavailable   a service or bucket was not reached, or is out of order
+│   ├── ManifestError         a manifest or lock file cannot be understood
+│   ├── LeaseLost             the right to build or publish an entry is gone
+│   ├── LeaseHeld             somebody else has that right now
+│   └── BadCursor             a cursor that no page of this listing handed out
+├── DatabaseError             the service's database did not answer, or is not as it must be
 ├── RejectedArtifact          this host must not open that artifact
 ├── ArtifactMiss              nothing covers this call (on_miss="raise")
 ├── CallRefused               a call does not fit the artifact it was meant for
@@ -94,6 +100,34 @@ class CorruptArtifact(StoreError):
 
 class ManifestError(StoreError):
     """A manifest or lock file cannot be understood."""
+
+
+class ServiceError(StoreError):
+    """The service answered with an error.
+
+    `details` has `status` (of HTTP), `type` (of the error, as in docs of the REST interface) and
+    `request_id`, where there was an answer.
+    """
+
+
+class ServiceUnavailable(ServiceError):
+    """A service or bucket was not reached, did not answer in time, or answered that it is out of order."""
+
+
+class LeaseLost(StoreError):
+    """The right to build or publish an entry is gone: it ran out, was given back or never was."""
+
+
+class LeaseHeld(StoreError):
+    """Somebody else holds the right to build or publish an entry; `details` has holder and expires_in."""
+
+
+class BadCursor(StoreError):
+    """A cursor that no page of this listing handed out."""
+
+
+class DatabaseError(AotcacheError):
+    """The service's database did not answer in time, or is not as it must be."""
 
 
 class RejectedArtifact(AotcacheError):
