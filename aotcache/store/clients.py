@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from aotcache.errors import StoreError
 
 if TYPE_CHECKING:
+    from obstore import GetOptions
     from obstore.store import ObjectStore as Bucket
 
 CHUNK = 1 << 20
@@ -38,16 +40,17 @@ class Client(Protocol):
     def get(self, path: str) -> bytes | None:
         """All bytes of a small object."""
 
-    def chunks(self, path: str) -> Iterator[bytes] | None:
-        """The bytes of a large object, piece by piece."""
+    def chunks(self, path: str, start: int = 0, stop: int | None = None) -> Iterator[bytes] | None:
+        """The bytes of a large object, or those from `start` to before `stop`, piece by piece."""
 
     def head(self, path: str) -> Info | None:
         """Its size and time."""
 
-    def put(self, path: str, source: bytes | Path, *, create: bool) -> bool:
+    def put(self, path: str, source: bytes | Path, *, create: bool, consume: bool = False) -> bool:
         """Write an object whole or not at all, to last.
 
-        With `create`, an object that is there is left alone and the answer is False.
+        With `create`, an object that is there is left alone and the answer is False. With
+        `consume`, a file is the client's to move into its place, and may be gone afterwards.
         """
 
     def list(self, prefix: str) -> Iterator[Info]:
@@ -62,6 +65,9 @@ class Client(Protocol):
         Raises:
             RejectedArtifact: if other users could have written it.
         """
+
+    def signed_url(self, path: str, seconds: float) -> str | None:
+        """An address that anybody can GET the object at for a while; None where there are none."""
 
 
 @cache
@@ -93,13 +99,18 @@ class ObstoreClient:
             except FileNotFoundError:
                 return None
 
-    def chunks(self, path: str) -> Iterator[bytes] | None:
+    def chunks(self, path: str, start: int = 0, stop: int | None = None) -> Iterator[bytes] | None:
         """See `Client`."""
         import obstore
 
+        options: GetOptions = {}
+        if stop is not None:
+            options = {"range": (start, stop)}
+        elif start:
+            options = {"range": {"offset": start}}
         with self._typed(path):
             try:
-                stream = obstore.get(self._bucket, path).stream(min_chunk_size=CHUNK)
+                stream = obstore.get(self._bucket, path, options=options).stream(min_chunk_size=CHUNK)
             except FileNotFoundError:
                 return None
         return self._read(path, iter(stream))
@@ -123,7 +134,7 @@ class ObstoreClient:
                 return None
         return Info(path, meta["size"], meta["last_modified"].timestamp())
 
-    def put(self, path: str, source: bytes | Path, *, create: bool) -> bool:
+    def put(self, path: str, source: bytes | Path, *, create: bool, consume: bool = False) -> bool:
         """See `Client`."""
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -168,6 +179,16 @@ class ObstoreClient:
     def trusted_path(self, path: str) -> Path | None:
         """None: the bytes are elsewhere."""
         return None
+
+    def signed_url(self, path: str, seconds: float) -> str | None:
+        """See `Client`. None for the memory of this process."""
+        import obstore
+        from obstore.store import AzureStore, GCSStore, S3Store
+
+        if not isinstance(self._bucket, AzureStore | GCSStore | S3Store):
+            return None
+        with self._typed(path):
+            return obstore.sign(self._bucket, "GET", path, timedelta(seconds=seconds))
 
     @contextmanager
     def _typed(self, path: str) -> Iterator[None]:

@@ -35,6 +35,10 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 class FileClient:
     """See `clients.Client`. Writes are durable when they return.
 
+    Attributes:
+        drafts: Where files are written: beside the objects, so that a rename stays within one
+            file system, and outside the folders that are ever listed. What is a day old is swept.
+
     Args:
         root: The directory; made by the first write.
         trust_shared: Hand out files that other users could have written.
@@ -42,13 +46,14 @@ class FileClient:
 
     def __init__(self, root: Path, *, trust_shared: bool) -> None:
         self._root = root
+        self.drafts = root / "tmp"
         self._trust_shared = trust_shared
 
     def get(self, path: str) -> bytes | None:
         """See `Client`."""
         return self._read(path, lambda file: file.read_bytes())
 
-    def chunks(self, path: str) -> Iterator[bytes] | None:
+    def chunks(self, path: str, start: int = 0, stop: int | None = None) -> Iterator[bytes] | None:
         """See `Client`."""
         opened = self._read(path, lambda file: file.open("rb"))
         if opened is None:
@@ -56,7 +61,8 @@ class FileClient:
 
         def pieces() -> Iterator[bytes]:
             with opened:
-                while chunk := opened.read(CHUNK):
+                opened.seek(start)
+                while chunk := opened.read(CHUNK if stop is None else min(CHUNK, stop - opened.tell())):
                     yield chunk
 
         return pieces()
@@ -66,18 +72,16 @@ class FileClient:
         status = self._read(path, lambda file: file.stat())
         return None if status is None else Info(path, status.st_size, status.st_mtime)
 
-    def put(self, path: str, source: bytes | Path, *, create: bool) -> bool:
+    def put(self, path: str, source: bytes | Path, *, create: bool, consume: bool = False) -> bool:
         """See `Client`."""
         target = self._root / path
-        # Beside the objects, so that the rename stays within one file system, and
-        # outside the folders that are ever listed.
-        folder = self._root / "tmp"
         make_dirs(target.parent)
-        make_dirs(folder)
-        self._sweep(folder)
-        draft = folder / uuid.uuid4().hex
+        make_dirs(self.drafts)
+        self._sweep(self.drafts)
+        draft = self.drafts / uuid.uuid4().hex
         try:
-            self._write(draft, source)
+            if not (consume and isinstance(source, Path) and _taken(source, draft)):
+                self._write(draft, source)
             stored = _place(draft, target, create=create)
             sync_dir(target.parent)
         except OSError as error:
@@ -109,6 +113,10 @@ class FileClient:
                 return False
             raise StoreError(f"cannot delete {target}: {error.strerror}", path=str(target)) from error
         return True
+
+    def signed_url(self, path: str, seconds: float) -> str | None:
+        """None: a file has no address that others can reach."""
+        return None
 
     def trusted_path(self, path: str) -> Path | None:
         """See `Client`."""
@@ -155,6 +163,20 @@ class FileClient:
                 except OSError:
                     # Another process was faster, or the file is another user's.
                     continue
+
+
+def _taken(source: Path, draft: Path) -> bool:
+    """Whether a file could be moved to where drafts lie, durable and not writable to others."""
+    try:
+        os.rename(source, draft)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return False
+    with draft.open("rb") as file:
+        os.fchmod(file.fileno(), 0o644)
+        os.fsync(file.fileno())
+    return True
 
 
 def _place(draft: Path, target: Path, *, create: bool) -> bool:

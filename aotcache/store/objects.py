@@ -115,8 +115,7 @@ class ObjectStore:
             )
         ref = _ref_path(manifest.key, str(manifest.variant))
         if not replace:
-            there = self._client.head(ref)
-            entry = None if there is None else self._entry(there)
+            entry = self.entry(manifest.key, manifest.variant)
             if entry is not None and entry.problem is None:
                 return False
             # A ref that is a miss to everyone is nobody's loss. Looked at before the
@@ -124,6 +123,68 @@ class ObjectStore:
             replace = entry is not None
         self._put_blob(manifest.digest, archive)
         return self._client.put(ref, manifest.document(), create=not replace)
+
+    def entry(self, key: CacheKey, variant: Variant | str) -> Entry | None:
+        """One ref, also one that is a miss; None if there is none."""
+        there = self._client.head(_ref_path(key, str(variant)))
+        return None if there is None else self._entry(there)
+
+    def put_ref(self, manifest: Manifest, *, replace: bool = False) -> bool:
+        """The second half of `publish`: the ref alone, where the archive is stored already.
+
+        Returns:
+            As `publish`.
+
+        Raises:
+            NotStored: if there is no such archive.
+            CorruptArtifact: if the stored one is not of the manifest's size.
+            StoreError: if it could not be written.
+        """
+        size = self.blob_size(manifest.digest)
+        if size is None:
+            raise NotStored(
+                f"store {self._url} has no archive {manifest.digest}; store that before its manifest",
+                digest=manifest.digest,
+            )
+        if size != manifest.size:
+            raise CorruptArtifact(
+                f"the manifest says that archive {manifest.digest} has {manifest.size} bytes, the stored one has "
+                f"{size}; build it again",
+                expected=manifest.size,
+                found=size,
+            )
+        if not replace:
+            entry = self.entry(manifest.key, manifest.variant)
+            if entry is not None and entry.problem is None:
+                return False
+            replace = entry is not None
+        path = _ref_path(manifest.key, str(manifest.variant))
+        return self._client.put(path, manifest.document(), create=not replace)
+
+    @property
+    def drafts(self) -> Path | None:
+        """The folder from which files move into the store without a copy; None for a bucket."""
+        return self._client.drafts if isinstance(self._client, FileClient) else None
+
+    def put_blob(self, digest: Digest, archive: Path) -> None:
+        """The first half of `publish`: an archive that the caller has hashed.
+
+        The file is the store's from here on: one that lies in `drafts` is moved, not copied.
+        """
+        self._client.put(_blob_path(digest), archive, create=False, consume=True)
+
+    def blob_size(self, digest: Digest) -> int | None:
+        """Bytes of a stored archive, by what the store says of it; None if there is none."""
+        found = self._client.head(_blob_path(digest))
+        return None if found is None else found.size
+
+    def blob_chunks(self, digest: Digest, start: int, stop: int) -> Iterator[bytes] | None:
+        """A part of an archive as it is stored, unchecked; None if there is none."""
+        return self._client.chunks(_blob_path(digest), start, stop)
+
+    def blob_url(self, digest: Digest, seconds: float) -> str | None:
+        """An address in the bucket that anybody can GET the archive at; None if the store is no bucket."""
+        return self._client.signed_url(_blob_path(digest), seconds)
 
     def fetch(self, digest: Digest, dest: Path) -> None:
         """See `Store`."""
