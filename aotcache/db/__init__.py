@@ -1,1 +1,1 @@
-"""The database of the service: tables, engine, migrations."""
+"""The service's database: tables, connections and migrations. SQLite or PostgreSQL."""
