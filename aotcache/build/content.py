@@ -1,0 +1,74 @@
+"""One compile for one graph on this host, whichever keys and processes ask for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from aotcache.config import Settings
+from aotcache.errors import AotcacheError
+from aotcache.manifest import Manifest
+from aotcache.store.base import Store
+from aotcache.store.local import locked, make_dirs
+
+logger = logging.getLogger(__name__)
+
+
+class ContentIndex:
+    """Finds an artifact of an identical graph, or holds the right to compile it.
+
+    Keeps `content/<content key>.json` under the home: which entry was built from that
+    graph on this host. Builders of one graph, in any process of this host, go one
+    after the other, so that the later ones find what the first one made.
+    """
+
+    def __init__(self, config: Settings, store: Store, staging: Path) -> None:
+        self._config = config
+        self._store = store
+        self._staging = staging
+        self._held = ExitStack()
+        self.reused = False
+
+    def claim(self, content: str, *, force: bool) -> dict[str, Any]:
+        """The builder's next step: to compile, or to take an archive that is there."""
+        self._held.enter_context(locked(self._config.locks, f"content {content}", self._config.build_seconds))
+        known = None if force else self._recall(content)
+        if known is None:
+            return {"do": "compile"}
+        archive = self._staging / f"{known.digest}.pt2"
+        try:
+            self._store.fetch(known.digest, archive)
+        except AotcacheError:
+            return {"do": "compile"}
+        self.reused = True
+        return {"do": "reuse", "archive": str(archive), "manifest": known.to_json().decode()}
+
+    def _path(self, content: str) -> Path:
+        return self._config.home / "content" / f"{content}.json"
+
+    def _recall(self, content: str) -> Manifest | None:
+        try:
+            data = json.loads(self._path(content).read_bytes())
+            manifests = self._store.lookup(data["key"])
+            return next((m for m in manifests if m.content == content), None)
+        except (OSError, ValueError, KeyError, TypeError, AotcacheError):
+            return None
+
+    def remember(self, manifest: Manifest) -> None:
+        """Note which entry holds the graph. A note that cannot be written costs a build, no more."""
+        path = self._path(manifest.content)
+        try:
+            make_dirs(path.parent, 0o700)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                json.dump({"key": manifest.key}, file)
+            Path(file.name).replace(path)
+        except OSError as error:
+            logger.warning("cannot note graph %s in %s: %s", manifest.content, path, error)
+
+    def close(self) -> None:
+        """Let the next builder of the graph go on."""
+        self._held.close()
