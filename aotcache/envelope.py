@@ -8,11 +8,10 @@ is none for a document of another.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from dataclasses import dataclass
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, TypeAdapter, with_config
 
 from aotcache.errors import ManifestError
 
@@ -82,12 +81,20 @@ class Envelope:
         try:
             found = _DOCUMENT.validate_json(data)
             return cls(
-                base64.b64decode(found.payload, validate=True),
-                tuple(Signature(s.keyid, base64.b64decode(s.sig, validate=True)) for s in found.signatures),
+                _bytes(found.payload),
+                tuple(Signature(s.keyid, _bytes(s.sig)) for s in found.signatures),
                 found.payloadType,
             )
-        except (ValidationError, binascii.Error) as error:
+        except ValueError as error:
             raise ManifestError(f"{where}: not a signed document: {error}") from error
+
+
+def _bytes(text: str) -> bytes:
+    """What a base64 text stands for; one text for one value, so that no bit of it is without meaning."""
+    data = base64.b64decode(text, validate=True)
+    if base64.b64encode(data).decode() != text:
+        raise ValueError("a base64 text with bits beyond its last byte")
+    return data
 
 
 @with_config(_STRICT)

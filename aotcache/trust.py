@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, TypeAdapter, with_config
 
@@ -27,11 +28,16 @@ from aotcache.config import Settings
 from aotcache.envelope import Envelope, Signature
 from aotcache.errors import ConfigError, ManifestError
 from aotcache.manifest import Manifest
+from aotcache.ownership import private_problem
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _PREFIX = "ed25519:"
+_SHOWN = 8
+"""How many of an envelope's keys a message names."""
+_LONGEST = 80
+"""Characters of a key's name that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ class SigningKey:
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         try:
-            mode = path.stat().st_mode
+            mode, problem = path.stat().st_mode, private_problem(path)
             data = path.read_bytes()
         except FileNotFoundError:
             raise ConfigError(
@@ -118,6 +124,8 @@ class SigningKey:
             raise ConfigError(
                 f"cannot read the signing key {path}: {error.strerror}", path=str(path)
             ) from error
+        if problem is not None:
+            raise ConfigError(f"the signing key is not this user's alone: {problem}", path=str(path))
         if mode & 0o077:
             raise ConfigError(
                 f"the signing key {path} has mode {mode & 0o777:04o}, expected 0600; others may have read it: make a "
@@ -157,7 +165,7 @@ def write_private(path: Path, data: bytes) -> None:
         ConfigError: there is one, or it cannot be written.
     """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(path.parent)
         draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
         try:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -165,13 +173,32 @@ def write_private(path: Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(descriptor)
-            os.link(draft, path)
+            _link(draft, path)
         finally:
             draft.unlink(missing_ok=True)
     except FileExistsError:
         raise ConfigError(f"{path} is there already, and is left as it is", path=str(path)) from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", path=str(path)) from error
+
+
+def _link(draft: Path, path: Path) -> None:
+    """Give a file its name unless that is taken; where there are no hard links, in two steps."""
+    try:
+        os.link(draft, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if path.exists():
+            raise FileExistsError from error
+        os.replace(draft, path)
+
+
+def _make_private(folder: Path) -> None:
+    """A folder, and those above it that are missing, for this user alone; `mkdir` gives these the umask's mode."""
+    if not folder.is_dir():
+        _make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,17 +234,27 @@ class TrustedKeys:
         self._folder = folder
 
     def list(self) -> list[TrustedKey]:
-        """All of them, in the order of names. Raises ConfigError for a file that is none."""
+        """All of them, in the order of names.
+
+        Raises:
+            ConfigError: a file there is none, or another user could have put it there.
+        """
         found = []
         for path in sorted(self._folder.glob("*.json")):
             try:
+                problem = private_problem(self._folder) or private_problem(path)
                 key = _TRUSTED.validate_json(path.read_bytes())
                 if path.name != _file_name(key.key.fingerprint):
-                    raise ValueError("it is filed under another key's name")
+                    problem = "it is filed under another key's name"
+            except FileNotFoundError:
+                continue  # somebody stopped trusting it meanwhile
             except (OSError, ValueError, ConfigError) as error:
+                problem = str(error)
+            if problem is not None:
                 raise ConfigError(
-                    f"{path} is not a trusted key: {error}; remove it, or add the key again"
-                ) from error
+                    f"{path} is not a trusted key: {problem}; remove it, then aotcache trust add",
+                    path=str(path),
+                )
             found.append(key)
         return sorted(found, key=lambda key: (key.name, key.public))
 
@@ -258,21 +295,25 @@ class TrustedKeys:
         if any(signed_by(envelope, key.key) for key in trusted):
             return None
         named = {key.key.fingerprint for key in trusted}
-        claimed = [signature.keyid for signature in envelope.signatures]
+        claimed = claimed_keys(manifest)
         forged = [keyid for keyid in claimed if keyid in named]
         if forged:
-            return (
-                f"its signature does not match: it names the trusted key {forged[0]}, which did not sign this"
-            )
-        return (
-            f"no trusted key signed it, only {', '.join(keyid[:80] for keyid in claimed)}; if you know whose "
-            "that is: aotcache trust add"
-        )
+            return f"its signature is wrong: it names the trusted key {forged[0]}, which did not sign this"
+        return f"no trusted key signed it; it says that it is signed by {', '.join(claimed)}"
+
+
+def claimed_keys(manifest: Manifest) -> list[str]:
+    """The keys that a manifest says it is signed by. Says nothing about whether it is."""
+    signatures = () if manifest.envelope is None else manifest.envelope.signatures
+    return [_printable(signature.keyid) for signature in signatures[:_SHOWN]]
 
 
 def signed_by(envelope: Envelope, key: PublicKey) -> bool:
-    """Whether a signature of the envelope, whatever key it names, is this key's."""
-    return any(key.verifies(envelope.signed_bytes, signature.sig) for signature in envelope.signatures)
+    """Whether the envelope has a signature under this key's name that is this key's."""
+    return any(
+        signature.keyid == key.fingerprint and key.verifies(envelope.signed_bytes, signature.sig)
+        for signature in envelope.signatures
+    )
 
 
 def sign(manifest: Manifest, key: SigningKey) -> Manifest:
@@ -287,13 +328,64 @@ def sign(manifest: Manifest, key: SigningKey) -> Manifest:
     return manifest.with_envelope(Envelope(payload, (*kept, new)))
 
 
-def trust_problem(manifest: Manifest, *, own: bool, config: Settings) -> str | None:
-    """Why an artifact must not be opened; None if it may, as far as trust goes.
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Who vouches for an artifact.
+
+    Attributes:
+        signed_by: Fingerprints of the keys that it says it is signed by.
+        signer: The trusted key that did sign it; None if none did.
+        problem: Why it must not be opened; None if it may.
+    """
+
+    signed_by: tuple[str, ...]
+    signer: TrustedKey | None
+    problem: str | None
+
+    def __str__(self) -> str:
+        if self.signer is not None:
+            return f"signed by {self.signer.name} ({self.signer.key.fingerprint}), trusted"
+        if self.problem is None:
+            return "not signed; it lies in a store of this user's own"
+        return f"not trusted: {self.problem}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "signed_by": list(self.signed_by),
+            "signer": None if self.signer is None else self.signer.name,
+            "trusted": self.problem is None,
+            "problem": self.problem,
+        }
+
+
+def standing(manifest: Manifest, *, own: bool, config: Settings) -> Standing:
+    """Who vouches for a manifest, whatever `AOTCACHE_TRUST_UNSIGNED` lets through.
+
+    Args:
+        manifest: As it was read, its envelope with it.
+        own: Whether it lies in a store of this user's on this host, see `Store.own`.
+        config: Where trusted keys are.
+
+    Raises:
+        ConfigError: a trusted key's file cannot be understood.
+    """
+    trusted = trusted_keys(config)
+    if own and manifest.envelope is None:
+        return Standing((), None, None)
+    claimed = tuple(claimed_keys(manifest))
+    signer = trusted.signer(manifest)
+    return Standing(claimed, signer, None if signer is not None else trusted.problem(manifest))
+
+
+def trust_problem(manifest: Manifest, *, own: bool, config: Settings, url: str | None = None) -> str | None:
+    """Why an artifact must not be opened, and what to do; None if it may, as far as trust goes.
 
     Args:
         manifest: As it was read, its envelope with it.
         own: Whether it lies in a store of this user's on this host, see `Store.own`.
         config: Where trusted keys are, and whether unsigned artifacts are let through.
+        url: The store's address, for the command that the text names.
 
     Raises:
         ConfigError: a trusted key's file cannot be understood.
@@ -301,7 +393,22 @@ def trust_problem(manifest: Manifest, *, own: bool, config: Settings) -> str | N
     if own and manifest.envelope is None:
         return None
     problem = trusted_keys(config).problem(manifest)
-    return None if problem is None or config.trust_unsigned else problem
+    if problem is None or config.trust_unsigned:
+        return None
+    claimed = claimed_keys(manifest)
+    if not claimed:
+        return (
+            f"{problem}; have whoever built it sign it (aotcache keygen, then publish it again), or set "
+            "AOTCACHE_TRUST_UNSIGNED=1 if you trust everyone who can write there"
+        )
+    return f"{problem}; if you know whose key that is: {trust_command(claimed[0], url)}"
+
+
+def trust_command(fingerprint: str, url: str | None) -> str:
+    """The command that makes a key trusted: a service shows its key itself, other stores have none to show."""
+    if url is not None and url.startswith(("http://", "https://")):
+        return f"aotcache trust add {url} --fingerprint {fingerprint}"
+    return f"aotcache trust add PUBLIC_KEY --fingerprint {fingerprint}"
 
 
 def signing_key_path(config: Settings) -> Path:
@@ -317,9 +424,15 @@ def trusted_keys(config: Settings) -> TrustedKeys:
 def _says(envelope: Envelope, manifest: Manifest) -> bool:
     """Whether the signed payload, read anew and its key recomputed, is the manifest in use."""
     try:
-        return Manifest.from_json(envelope.payload, where="signed payload") == manifest
+        # Compared as text: to Python 1, 1.0 and True are one value, and a NaN is not even itself.
+        return Manifest.from_json(envelope.payload, where="signed payload").to_json() == manifest.to_json()
     except ManifestError:
         return False
+
+
+def _printable(text: str) -> str:
+    """Text of another's for a message: neither long nor able to move a terminal's cursor."""
+    return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
 
 
 def _file_name(fingerprint: str) -> str:
@@ -331,11 +444,15 @@ _TRUSTED = TypeAdapter(with_config(ConfigDict(extra="forbid"))(TrustedKey))
 __all__ = [
     "PublicKey",
     "SigningKey",
+    "Standing",
     "TrustedKey",
     "TrustedKeys",
+    "claimed_keys",
     "sign",
     "signed_by",
     "signing_key_path",
+    "standing",
+    "trust_command",
     "trust_problem",
     "trusted_keys",
     "write_private",

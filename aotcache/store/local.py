@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from aotcache.errors import RejectedArtifact, StoreError
+from aotcache.ownership import private_problem
 
 T = TypeVar("T")
 
@@ -51,22 +51,6 @@ def sync_dir(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def private_problem(path: Path) -> str | None:
-    """Why another user could have written `path`; None if only this user or root could.
-
-    Looks at the owner and mode of this one file or directory, links followed.
-
-    Raises:
-        OSError: if it cannot be looked at.
-    """
-    status = path.stat()
-    if status.st_uid not in (os.getuid(), 0):
-        return f"{path} belongs to uid {status.st_uid}, expected uid {os.getuid()}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, expected one that others cannot write to"
-    return None
 
 
 def require_private(path: Path, root: Path) -> None:

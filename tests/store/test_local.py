@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from aotcache.errors import RejectedArtifact, StoreError
-from aotcache.store.local import locked, make_dirs, once, private_problem, require_private
+from aotcache.ownership import private_problem
+from aotcache.store.local import locked, make_dirs, once, require_private
 
 
 def _hold(locks: str, held: Any, may_end: Any) -> None:
