@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
-from aotcache import compat, errors
-from aotcache.errors import AotcacheError, ArtifactMiss, ConfigError, RejectedArtifact
+from aotcache import errors
+from aotcache.errors import AotcacheError, ArtifactMiss, ConfigError, RejectedArtifact, StoreError
 from aotcache.lockfile import LockedCell
 from aotcache.runtime.resolve import Resolved, Resolver
-from aotcache.types import CacheKey, Digest, sha256
+from aotcache.types import CacheKey, Digest, Miss, sha256
 
 if TYPE_CHECKING:
     from aotcache.graph.region import Region
@@ -45,6 +45,7 @@ class _Report:
         have: Digest of what was opened, by key.
         need: Keys that the lock file names.
         lacks: Why a key cannot be run here, where more is known than that nothing is there.
+        unread: Why the store could not be read; None if it could.
         cells: Region and cell of the keys above, for people.
         code: Digest of each region's code; None where a lock file says what is wanted.
         failures: Type and text of everything else that went wrong.
@@ -56,6 +57,7 @@ class _Report:
     have: dict[CacheKey, Digest] = field(default_factory=dict)
     need: list[CacheKey] = field(default_factory=list)
     lacks: dict[CacheKey, str] = field(default_factory=dict)
+    unread: str | None = None
     cells: dict[CacheKey, tuple[str, str]] = field(default_factory=dict)
     code: dict[str, str] | None = None
     failures: list[tuple[str, str]] = field(default_factory=list)
@@ -154,8 +156,12 @@ def _open_wanted(
         problem = future.exception()
         if problem is not None:
             failures.append(problem)
+            continue
+        answer = future.result()
+        if isinstance(answer, Miss):
+            report.lacks[manifest.key] = answer.reason
         else:
-            opened[manifest.key] = future.result()
+            opened[manifest.key] = answer
             report.have[manifest.key] = manifest.digest
     report.failures = [(type(problem).__name__, str(problem)) for problem in failures]
     return opened, failures
@@ -167,7 +173,12 @@ def _of_lock(report: _Report, resolver: Resolver, locked: Sequence[LockedCell]) 
     for cell in locked:
         report.cells.setdefault(cell.key, (cell.region, str(cell)))
     report.need = sorted(report.cells)
-    stored = resolver.store.resolve(report.need)
+    try:
+        stored = resolver.store.resolve(report.need)
+    except StoreError as error:
+        report.unread = f"the store cannot be read: {error}"
+        report.lacks = dict.fromkeys(report.need, report.unread)
+        return []
     return _best(report, resolver, {k: [m for m in stored[k] if m.digest in digests] for k in report.need})
 
 
@@ -176,9 +187,16 @@ def _of_code(report: _Report, resolver: Resolver, regions: Iterable[Region]) -> 
     report.code = {region.name: region.static().code.digest for region in regions}
     codes = set(report.code.values())
     stored: dict[CacheKey, list[Manifest]] = {}
-    for manifest in resolver.store.list():
-        if manifest.component("code").digest in codes:
-            stored.setdefault(manifest.key, []).append(manifest)
+    try:
+        for manifest in resolver.store.list():
+            if manifest.component("code").digest in codes:
+                stored.setdefault(manifest.key, []).append(manifest)
+    except StoreError as error:
+        if report.on_miss == "raise":
+            raise
+        report.unread = f"the store cannot be read: {error}"
+        logger.warning("prefetch opens nothing of %s: %s", report.store, report.unread)
+        return []
     for key, (first, *_) in stored.items():
         cell = LockedCell(
             first.region, first.mode, first.bucket, str(first.target), str(first.toolchain), key, first.digest
@@ -190,9 +208,9 @@ def _of_code(report: _Report, resolver: Resolver, regions: Iterable[Region]) -> 
 def _best(report: _Report, resolver: Resolver, stored: Mapping[CacheKey, list[Manifest]]) -> list[Manifest]:
     found = []
     for key in sorted(stored):
-        answer = compat.best(stored[key], resolver.facts)
-        if isinstance(answer, compat.Rejected):
-            report.lacks[key] = str(answer)
+        answer = resolver.choose(stored[key])
+        if isinstance(answer, Miss):
+            report.lacks[key] = answer.reason
         else:
             found.append(answer)
     return found
@@ -314,6 +332,8 @@ def _why(
     """Why a rank lacks a key, as far as its report tells."""
     if key in report.lacks:
         return f"{report.lacks[key]} (store {report.store})"
+    if report.unread is not None:
+        return f"{report.unread} (store {report.store})"
     if report.code is None:
         return "its lock file does not name it"
     for other, rank in zip(reports, ranks, strict=True):

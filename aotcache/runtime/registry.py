@@ -1,12 +1,14 @@
 """The process-wide registry of opened artifacts: unpacked once per host, opened once per process.
 
 The only global mutable state of the worker half. Everything that ends up in `dlopen`
-passes here, so this is where the bytes are checked against the manifest, every time.
+passes here, so this is where the manifest's signature is verified and the bytes are
+checked against the manifest, every time.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import threading
@@ -22,7 +24,10 @@ from aotcache.runtime.function import Executable
 from aotcache.runtime.runner import Library, PackageRunner, Runner
 from aotcache.store.base import Store
 from aotcache.store.local import make_dirs, once, require_private
+from aotcache.trust import standing, trust_problem
 from aotcache.types import Digest
+
+logger = logging.getLogger(__name__)
 
 _ARCHIVE = "archive.pt2"
 """The archive itself, kept where torch's own loader is to read it."""
@@ -36,13 +41,15 @@ _guard = threading.Lock()
 
 
 def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executable, bool]:
-    """The opened artifact of a manifest that was trusted and accepted.
+    """The opened artifact of a manifest that this host accepts.
 
     Any number of threads may ask at once: one opens, the others wait for it. Two
     manifests of one archive (identical graphs under two keys) share its libraries.
+    Whether the manifest is trusted is asked before anything is fetched, and anew when
+    all lies ready to be opened: keys may have been removed while an archive came.
 
     Args:
-        manifest: Checked by the caller: trust, verdict.
+        manifest: As the store gave it; the verdict is the caller's to ask.
         store: Where the archive is, if it is not unpacked on this host yet.
         home: AOTCACHE_HOME.
 
@@ -51,9 +58,10 @@ def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executa
 
     Raises:
         CorruptArtifact: archive or members are not what the manifest says.
-        RejectedArtifact: the libraries cannot be opened here.
+        RejectedArtifact: nobody who is trusted vouches for it, or the libraries cannot be opened here.
         StoreError: the archive cannot be fetched or unpacked.
     """
+    _require_trusted(manifest, store)
     mark = (manifest.digest, manifest.key)
     found = _opened.get(mark)
     if found is not None:
@@ -64,9 +72,39 @@ def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executa
         found = _opened.get(mark)
         if found is not None:
             return found, False
-        made = open_unshared(manifest, _Fetched(store), home)
+        folder = unpack(manifest, _Fetched(store), home)
+        _require_trusted(manifest, store)
+        _warn_if_let_through(manifest, store)
+        made = _open_folder(manifest, folder)
         _opened[mark] = made
         return made, True
+
+
+def _require_trusted(manifest: Manifest, store: Store) -> None:
+    problem = trust_problem(manifest, own=store.own, config=Settings(), url=store.url)
+    if problem is not None:
+        raise RejectedArtifact(
+            f"archive {manifest.digest} of key {manifest.key} in {store.url} is not opened, because opening an "
+            f"artifact runs its code: {problem}",
+            key=manifest.key,
+            digest=manifest.digest,
+        )
+
+
+def _warn_if_let_through(manifest: Manifest, store: Store) -> None:
+    config = Settings()
+    if not config.trust_unsigned:
+        return
+    found = standing(manifest, own=store.own, config=config)
+    if found.problem is not None:
+        logger.warning(
+            "AOTCACHE_TRUST_UNSIGNED is set: opening archive %s of key %s (region %r) from %s, although %s",
+            manifest.digest,
+            manifest.key,
+            manifest.region,
+            store.url,
+            found.problem,
+        )
 
 
 class _Fetched:
@@ -93,10 +131,15 @@ class _AtHand:
         return self._path
 
 
-def open_unshared(manifest: Manifest, archive: Path | _Fetched, home: Path) -> Executable:
-    """Unpack and open an artifact without keeping it in the registry (for the builder's check)."""
-    source = _AtHand(archive) if isinstance(archive, Path) else archive
-    folder = unpack(manifest, source, home)
+def open_unshared(manifest: Manifest, archive: Path, home: Path) -> Executable:
+    """Unpack and open an artifact that this process has just built, for the builder's check.
+
+    Asks nobody for trust, and keeps nothing in the registry.
+    """
+    return _open_folder(manifest, unpack(manifest, _AtHand(archive), home))
+
+
+def _open_folder(manifest: Manifest, folder: Path) -> Executable:
     forward = _runner(manifest, folder, "forward")
     backward = _runner(manifest, folder, "backward") if manifest.pair is not None else None
     return Executable(manifest, forward, backward)

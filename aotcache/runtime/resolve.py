@@ -1,7 +1,8 @@
 """From a described call to an opened artifact, or the reason why there is none.
 
-Key -> stored manifests -> lock file -> verdict -> registry. Each answer is kept
-per key, so a miss costs one look at the store, not one a call.
+Key -> stored manifests -> lock file -> trust -> verdict -> registry. Each answer is kept
+per key, so a miss costs one look at the store, not one a call. A store that cannot be
+reached is a miss as well: what to do about it is `on_miss`'s to say.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aotcache import compat
+from aotcache.config import Settings
+from aotcache.errors import NotStored, ServiceUnavailable, StoreError
 from aotcache.graph.region import Call, contiguous_parts
 from aotcache.key import KeyParts
 from aotcache.runtime import registry
 from aotcache.runtime.stats import Stats
+from aotcache.trust import trust_problem
 from aotcache.types import CacheKey, Digest, Miss
 
 if TYPE_CHECKING:
@@ -82,6 +86,8 @@ class Resolver:
 
         Raises:
             CorruptArtifact, StoreError: bytes that are there but cannot be used.
+            RejectedArtifact: what was trusted a moment ago no longer is.
+            ConfigError: a trusted key's file cannot be understood.
         """
         answer = self._answers.get(call.parts.key)
         if answer is None:
@@ -100,7 +106,8 @@ class Resolver:
                 return other
         known = self._known.get(_strides_aside(call.parts))
         if known is not None and known.key not in self._denied:
-            return self.open(known)
+            other = self.open(known)
+            return first if isinstance(other, Miss) else other
         return first
 
     def by_key(self, key: CacheKey) -> Resolved | Miss:
@@ -108,10 +115,19 @@ class Resolver:
         denied = self._denied.get(key)
         if denied is not None:
             return Miss(denied)
-        return self.best(self.store.lookup(key))
+        try:
+            manifests = self.store.lookup(key)
+        except StoreError as error:
+            return Miss(f"the store cannot be read: {error}")
+        return self.best(manifests)
 
     def best(self, manifests: Iterable[Manifest]) -> Resolved | Miss:
         """Open the best of several variants that this host accepts."""
+        chosen = self.choose(manifests)
+        return chosen if isinstance(chosen, Miss) else self.open(chosen)
+
+    def choose(self, manifests: Iterable[Manifest]) -> Manifest | Miss:
+        """The best of several variants that the lock file, trust and this host allow. Fetches nothing."""
         manifests = list(manifests)
         if not manifests:
             return Miss("the store has no entry under this key")
@@ -121,15 +137,38 @@ class Resolver:
                 found = ", ".join(m.digest[:12] for m in manifests)
                 return Miss(f"the store has {found} under this key, but the lock file names none of them")
             manifests = locked
-        chosen = compat.best(manifests, self.facts)
-        if isinstance(chosen, compat.Rejected):
-            return Miss(str(chosen))
-        return self.open(chosen)
+        trusted, problems = self._trusted(manifests)
+        if trusted:
+            chosen = compat.best(trusted, self.facts)
+            if not isinstance(chosen, compat.Rejected):
+                return chosen
+            problems.insert(0, str(chosen))
+        return Miss("; ".join(problems))
 
-    def open(self, manifest: Manifest) -> Resolved:
-        """Open one artifact, or find it open."""
+    def _trusted(self, manifests: Iterable[Manifest]) -> tuple[list[Manifest], list[str]]:
+        """Those that may be opened as far as trust goes, and why each of the others may not."""
+        config, own = Settings(), self.store.own
+        trusted: list[Manifest] = []
+        problems: list[str] = []
+        for manifest in manifests:
+            problem = trust_problem(manifest, own=own, config=config, url=self.store.url)
+            if problem is None:
+                trusted.append(manifest)
+            else:
+                problems.append(f"archive {manifest.digest[:12]} is not trusted: {problem}")
+        return trusted, problems
+
+    def open(self, manifest: Manifest) -> Resolved | Miss:
+        """Open one artifact, or find it open; a miss where its archive is out of reach."""
         started = time.perf_counter()
-        executable, loaded = registry.open_artifact(manifest, self.store, self.home)
+        try:
+            executable, loaded = registry.open_artifact(manifest, self.store, self.home)
+        except ServiceUnavailable as error:
+            return Miss(f"archive {manifest.digest} cannot be fetched: {error}")
+        except NotStored as error:
+            if self.store.own:
+                raise
+            return Miss(f"archive {manifest.digest} is gone from there: {error}")
         if loaded:
             self.stats.loaded(manifest.region, time.perf_counter() - started, manifest.size, manifest.runner)
         with self._lock:
@@ -234,7 +273,10 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
     """
     where = f"region {call.region.name!r} ({call.mode}), key {call.parts.key}"
     lines = [f"no artifact for {where}: {reason} (store {store.url})"]
-    entries = list(store.entries())
+    try:
+        entries = list(store.entries())
+    except StoreError as error:
+        return "\n".join([*lines, f"what is nearest to it cannot be told: {error}", _way_out([], warm_line)])
     lines += [
         f"what lies there for {entry.variant} cannot be used: {entry.problem}"
         for entry in entries
