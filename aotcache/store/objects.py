@@ -89,14 +89,12 @@ class ObjectStore:
     def lookup(self, key: CacheKey) -> list[Manifest]:
         """See `Store`."""
         found = []
-        for ref in self._client.list(_ref_folder(key)):
-            entry = self._entry(ref)
-            if entry is None:
-                continue
+        for entry in self.variants(key):
             if entry.usable is not None:
                 found.append(entry.usable)
             else:
-                logger.warning("%s: %s is taken for a miss: %s", self._url, ref.path, entry.problem)
+                where = _ref_path(key, entry.variant)
+                logger.warning("%s: %s is taken for a miss: %s", self._url, where, entry.problem)
         return found
 
     def resolve(self, keys: Iterable[CacheKey]) -> dict[CacheKey, list[Manifest]]:
@@ -123,6 +121,11 @@ class ObjectStore:
             replace = entry is not None
         self._put_blob(manifest.digest, archive)
         return self._client.put(ref, manifest.document(), create=not replace)
+
+    def variants(self, key: CacheKey) -> Iterator[Entry]:
+        """Every ref of a key, also those that are misses."""
+        found = (self._entry(ref) for ref in self._client.list(_ref_folder(key)))
+        return (entry for entry in found if entry is not None)
 
     def entry(self, key: CacheKey, variant: Variant | str) -> Entry | None:
         """One ref, also one that is a miss; None if there is none."""
