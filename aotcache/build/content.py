@@ -14,12 +14,13 @@ from aotcache.errors import AotcacheError
 from aotcache.manifest import Manifest
 from aotcache.store.base import Store
 from aotcache.store.local import locked, make_dirs
+from aotcache.trust import trust_problem
 
 logger = logging.getLogger(__name__)
 
 
 class ContentIndex:
-    """Finds an artifact of an identical graph, or holds the right to compile it.
+    """Finds a trusted artifact of an identical graph, or holds the right to compile it.
 
     Keeps `content/<content key>.json` under the home: which entry was built from that
     graph on this host. Builders of one graph, in any process of this host, go one
@@ -54,7 +55,16 @@ class ContentIndex:
         try:
             data = json.loads(self._path(content).read_bytes())
             manifests = self._store.lookup(data["key"])
-            return next((m for m in manifests if m.content == content), None)
+            # The builder runs what it takes, and it is published under a key of ours.
+            own = self._store.own
+            return next(
+                (
+                    m
+                    for m in manifests
+                    if m.content == content and trust_problem(m, own=own, config=self._config) is None
+                ),
+                None,
+            )
         except (OSError, ValueError, KeyError, TypeError, AotcacheError):
             return None
 

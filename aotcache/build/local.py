@@ -59,6 +59,7 @@ def warm(
 
     Raises:
         SpecError: the spec is wrong.
+        ConfigError: the store is not this user's own, and there is no key to sign with.
         CaptureError, UnsupportedGraph, Unfingerprintable: the drafter cannot be captured.
         BuilderDied: the builder process died while capturing.
     """
@@ -66,6 +67,7 @@ def warm(
         raise ConfigError(f"jobs is {jobs}, expected at least 1")
     started = time.perf_counter()
     with open_session(spec, store, targets, progress) as session:
+        session.prepare_to_publish()
         with session.sandbox() as first:
             before = session.plan(first)
             todo = _unique(before) if force else before.missing

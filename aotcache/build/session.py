@@ -20,7 +20,7 @@ from aotcache.build.report import Built, Progress
 from aotcache.compat import CPU_LEVELS, cpu_level_features
 from aotcache.compile.sandbox import Sandbox
 from aotcache.config import Settings
-from aotcache.errors import AotcacheError, ConfigError, StoreError
+from aotcache.errors import AotcacheError, BuildError, ConfigError, StoreError
 from aotcache.key import KeyParts
 from aotcache.lockfile import Lock, LockedCell, lock_path, read_lock, write_lock
 from aotcache.manifest import Manifest
@@ -28,7 +28,8 @@ from aotcache.spec import Spec, load_spec
 from aotcache.store import open_store
 from aotcache.store.base import Store
 from aotcache.store.local import make_dirs
-from aotcache.types import Digest, Target
+from aotcache.trust import SigningKey, sign, signing_key_path
+from aotcache.types import Digest, Target, Variant
 
 _STAGING = "warm-"
 """How the folders begin in which builders work; the process that owns one follows."""
@@ -59,6 +60,16 @@ class Session:
         self._telling = threading.Lock()
         self._stopped = False
         self._builders: list[Sandbox] = []
+        self._key: SigningKey | None = None
+
+    def prepare_to_publish(self) -> None:
+        """Take the signing key in hand if the store asks for signatures: to be called before anything is built.
+
+        Raises:
+            ConfigError: the store is not this user's own, and there is no signing key.
+        """
+        if self._key is None and not self.store.own:
+            self._key = SigningKey.load(signing_key_path(self.config))
 
     def stop(self) -> None:
         """End every builder at once, and tell the display no more: that they died is no news."""
@@ -133,6 +144,7 @@ class Session:
         Raises:
             StoreError: the store cannot be written, which fails every cell: said once, at once.
         """
+        self.prepare_to_publish()
         started = time.perf_counter()
         index = ContentIndex(self.config, self.store, self.staging)
         try:
@@ -140,7 +152,9 @@ class Session:
                 {"do": "build", "key": cell.key, "target": str(cell.target)},
                 lambda event: self._answer(cell, event, index, force),
             )
-            manifest = Manifest.from_json(answer["manifest"].encode(), where=f"builder of {cell}")
+            manifest = self._sign(
+                cell, Manifest.from_json(answer["manifest"].encode(), where=f"builder of {cell}")
+            )
             self.store.publish(manifest, Path(answer["archive"]), replace=force)
             index.remember(manifest)
             return Built(cell, time.perf_counter() - started, manifest, None, index.reused)
@@ -150,6 +164,22 @@ class Session:
             return Built(cell, time.perf_counter() - started, None, error)
         finally:
             index.close()
+
+    def _sign(self, cell: Cell, manifest: Manifest) -> Manifest:
+        """What is published: signed here, because the builder that ran the drafter's code holds no key.
+
+        A builder is believed no more than it was asked for: it could have the parent sign what
+        replaces another drafter's artifact.
+        """
+        asked = (cell.key, Variant(cell.target, self.toolchain))
+        if (manifest.key, manifest.variant) != asked or manifest.envelope is not None:
+            raise BuildError(
+                f"the builder was asked for {asked[0]}/{asked[1]} and answered with a manifest of "
+                f"{manifest.key}/{manifest.variant}; it is not published",
+                expected=asked[0],
+                found=manifest.key,
+            )
+        return manifest if self._key is None else sign(manifest, self._key)
 
     def _answer(
         self, cell: Cell, event: Mapping[str, Any], index: ContentIndex, force: bool

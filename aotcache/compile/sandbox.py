@@ -1,7 +1,7 @@
 """The builder process, seen from its parent.
 
-All tracing happens in a child, on its main thread, in a scrubbed environment, under
-a time and a memory limit. Parent and child talk in JSON lines over a pipe of their
+All tracing happens in a child, on its main thread, in a scrubbed environment that leads
+to no key and no token, under a time and a memory limit. Parent and child talk in JSON lines over a pipe of their
 own, so nothing the drafter prints can be taken for an answer. A child that dies,
 hangs or grows beyond its limit becomes a BuilderDied that carries the end of its log.
 """
@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aotcache import errors
-from aotcache.errors import AotcacheError, BuilderDied, ConfigError
+from aotcache.errors import BuilderDied, ConfigError, named
 
 Event = dict[str, Any]
 
@@ -30,6 +29,9 @@ _KEPT = (
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH",
     "CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "XDG_CACHE_HOME",
     "SSL_CERT_FILE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+    # Of aotcache's own, none that is a secret or leads to one: no token, no address of a store or
+    # database, no place of keys.
+    "AOTCACHE_HOME", "AOTCACHE_LOCK_SECONDS",
 )  # fmt: skip
 # Folders, logs and downloads. torch itself puts the cache folders into the environment of any
 # process that imports enough of it, a training one too; a builder has folders of its own.
@@ -65,9 +67,7 @@ def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
             f"{', '.join(refused)}; unset them for aotcache warm, and set options in the spec's [compile] table",
             variables=refused,
         )
-    kept = {name: environ[name] for name in _KEPT if name in environ}
-    kept |= {name: value for name, value in environ.items() if name.startswith("AOTCACHE_")}
-    return kept
+    return {name: environ[name] for name in _KEPT if name in environ}
 
 
 class Sandbox:
@@ -90,8 +90,10 @@ class Sandbox:
         environment = scrubbed(os.environ)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the sandbox
         to_child, from_child = os.pipe(), os.pipe()
-        # Everything temporary goes to the staging folder, which the parent removes.
+        # Everything temporary goes to the staging folder, which the parent removes. The place of keys
+        # and tokens is one where there are none: the drafter's own code runs here, and signs nothing.
         environment |= {
+            "AOTCACHE_CONFIG_HOME": str(staging / "no-keys"),
             "TMPDIR": str(staging),
             "TORCHINDUCTOR_CACHE_DIR": str(staging / "inductor"),
             "LOGNAME": _USER,
@@ -140,7 +142,7 @@ class Sandbox:
             if event["event"] == "done":
                 return event
             if event["event"] == "error":
-                raise _error_of(event)
+                raise named(str(event.get("type")), str(event["message"]), **event.get("details", {}))
             reply = answer(event)
             if reply is not None:
                 self._send(reply)
@@ -215,13 +217,6 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _error_of(event: Event) -> AotcacheError:
-    kind = getattr(errors, str(event.get("type")), None)
-    if not (isinstance(kind, type) and issubclass(kind, AotcacheError)):
-        kind = errors.BuildError
-    return kind(str(event["message"]), **event.get("details", {}))
 
 
 def _resident(leader: int) -> int:

@@ -20,6 +20,21 @@ def test_folders_that_torch_itself_sets_are_left_out() -> None:
     assert kept == {"PATH": "/bin"}
 
 
+def test_no_secret_and_no_place_of_one_reaches_the_builder() -> None:
+    kept = scrubbed(
+        {
+            "AOTCACHE_HOME": "/home",
+            "AOTCACHE_TOKEN": "aot_secret",
+            "AOTCACHE_CONFIG_HOME": "/keys",
+            "XDG_CONFIG_HOME": "/config",
+            "AOTCACHE_STORE": "https://user:password@host",
+            "AOTCACHE_DATABASE": "postgresql://user:password@host",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+        }
+    )
+    assert kept == {"AOTCACHE_HOME": "/home"}
+
+
 def test_a_refused_environment_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
     with pytest.raises(ConfigError):  # a file left open would be a warning, which is an error here
