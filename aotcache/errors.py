@@ -152,3 +152,16 @@ class NoBucket(AotcacheError):
 
 class TracingForbidden(AotcacheError):
     """Something tried to trace or compile where tracing is forbidden."""
+
+
+def named(kind: str, message: str, /, **details: Any) -> AotcacheError:
+    """An error that crossed a pipe or the network as text.
+
+    Args:
+        kind: Name of its class; one that is none of these becomes a BuildError.
+        message, details: Its own.
+    """
+    found = globals().get(kind)
+    if not (isinstance(found, type) and issubclass(found, AotcacheError)):
+        found = BuildError
+    return found(message, **details)
