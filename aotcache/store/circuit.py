@@ -52,7 +52,7 @@ class Circuit:
                 return True
             wait = self._until - now
         raise ServiceUnavailable(
-            f"{self._place} was not reached ({self._reason}) and is not asked again for {wait:.1f} s",
+            f"{self._place} is not asked again for {wait:.1f} s: {self._reason}",
             url=self._place,
         )
 

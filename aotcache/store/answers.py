@@ -1,0 +1,137 @@
+"""What addresses and answers of a service may be shown of, and which error an answer is."""
+
+from __future__ import annotations
+
+import json
+import re
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from aotcache.errors import (
+    CorruptArtifact,
+    LeaseHeld,
+    LeaseLost,
+    NotStored,
+    ServiceError,
+    ServiceUnavailable,
+    StoreError,
+)
+
+if TYPE_CHECKING:
+    import httpx
+
+_PORTS = {"http": 80, "https": 443}
+
+_TYPED: dict[str, type[StoreError]] = {
+    "not_stored": NotStored,
+    "corrupt": CorruptArtifact,
+    "lease_lost": LeaseLost,
+}
+
+_HINTS = {
+    401: "set AOTCACHE_TOKEN to a token of this service that is neither expired nor revoked",
+    403: "ask for a token with the right to do this",
+}
+
+TEMPORARY = (408, 429, 500, 502, 503, 504)
+"""Statuses that the same request may not get again."""
+
+_LONGEST_MESSAGE = 2000
+
+
+def service_url(text: str) -> str:
+    """The address of a service as it is compared and shown: no credentials, query or slash at its end.
+
+    Raises:
+        StoreError: if it is no such address; credentials in it are not repeated.
+    """
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise StoreError(f"store {shown(text)!r} is no address: {error}") from None
+    if parts.scheme not in _PORTS or not parts.hostname:
+        raise StoreError(f"store {shown(text)!r}: expected http://host:port or https://host")
+    if parts.username is not None or parts.password is not None:
+        raise StoreError(
+            f"store {shown(text)!r}: the address holds a name or a password, which would end up in logs; "
+            "give the token by AOTCACHE_TOKEN or its file instead"
+        )
+    if parts.query or parts.fragment:
+        raise StoreError(f"store {shown(text)!r}: expected an address without ? and #")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    where = host if port in (None, _PORTS[parts.scheme]) else f"{host}:{port}"
+    return urlunsplit((parts.scheme, where, parts.path.rstrip("/"), "", ""))
+
+
+def origin(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port. Raises ValueError for what has none."""
+    parts = urlsplit(url)
+    if parts.scheme not in _PORTS or not parts.hostname:
+        raise ValueError("no http or https address")
+    return parts.scheme, parts.hostname, parts.port or _PORTS[parts.scheme]
+
+
+def shown(url: str) -> str:
+    """An address without what may be secret in it: user, password, query and fragment."""
+    plain = re.split(r"[?#]", url, maxsplit=1)[0]
+    return re.sub(r"(?<=//)[^/]*@", "", plain)
+
+
+def retry_after(response: httpx.Response, now: float) -> float | None:
+    """Seconds to wait by the answer's Retry-After, or None; `now` in seconds since the epoch."""
+    text = response.headers.get("Retry-After", "").strip()
+    if not text:
+        return None
+    if text.isdigit():
+        return float(text[:9])
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def error_of(url: str, method: str, response: httpx.Response, body: bytes) -> StoreError:
+    """The error that an answer of 400 or more stands for.
+
+    Args:
+        url: Where it is from; only `shown` of it gets into the message.
+        method: Of the request.
+        response: Its status and headers.
+        body: The first bytes of its body.
+    """
+    status = response.status_code
+    said = _error(body)
+    message, kind = said.get("message"), said.get("type")
+    details = said.get("details") if isinstance(said.get("details"), dict) else {}
+    request = said.get("request_id") or response.headers.get("X-Request-Id")
+    assert isinstance(details, dict)
+    kept: dict[str, Any] = {k: v for k, v in details.items() if isinstance(k, str) and k != "message"}
+    kept.update(status=status, type=kind, request_id=request, url=shown(url))
+    if isinstance(message, str):
+        text = f"{message[:_LONGEST_MESSAGE]} ({method} {shown(url)}: {status}, request {request})"
+    else:
+        text = (
+            f"{method} {shown(url)} answered {status} {response.reason_phrase}, without the error of an aotcache "
+            "service: is one at this address?"
+        )
+    if status in _HINTS and not isinstance(message, str):
+        text = f"{text} If so, {_HINTS[status]}"
+    elif status == 401:
+        text = f"{text}; {_HINTS[401]}"
+    if kind == "conflict" and "holder" in kept:
+        return LeaseHeld(text, **kept)
+    if isinstance(kind, str) and kind in _TYPED:
+        return _TYPED[kind](text, **kept)
+    if status in TEMPORARY:
+        return ServiceUnavailable(text, **kept)
+    return ServiceError(text, **kept)
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
