@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from aotcache.cli import bundled, doctor, entries, record, transfer, warming
+from aotcache.cli import bundled, doctor, entries, keys, record, transfer, warming
 from aotcache.cli.output import emit_json, err
 from aotcache.errors import AotcacheError, ConfigError, SpecError
 
@@ -100,5 +100,7 @@ app.command("show", short_help="Show the manifests of one key.")(entries.show)
 app.command("why", short_help="Explain a miss, or a rejected artifact.")(entries.why)
 app.command("fetch", short_help="Copy artifacts to a store or a folder.")(transfer.fetch)
 app.command("verify", short_help="Check stored artifacts; opens none.")(transfer.verify)
+app.command("keygen", short_help="Make the key that signs what this host publishes.")(keys.keygen)
+app.add_typer(keys.trust)
 app.command("doctor", short_help="Report what this host can do.")(doctor.doctor)
 app.command("demo", short_help="Warm the bundled drafters and train one.")(bundled.demo)
