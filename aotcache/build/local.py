@@ -6,15 +6,22 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from aotcache.build.leases import Heartbeat, give_back, take
 from aotcache.build.plan import Cell, Plan, make_plan
 from aotcache.build.report import Built, Progress, WarmReport
 from aotcache.build.session import Session, open_session
 from aotcache.compile.sandbox import Sandbox
-from aotcache.errors import ConfigError
+from aotcache.errors import ConfigError, LeaseHeld
 from aotcache.spec import Spec
 from aotcache.store.base import Store
+from aotcache.store.builds import service_of
+from aotcache.types import Variant
+
+_LAST_SECONDS = 5.0
+"""For builds to end that were interrupted."""
 
 
 def plan(
@@ -112,6 +119,8 @@ def _build(session: Session, cells: Sequence[Cell], first: Sandbox, jobs: int, f
         # Ctrl-C: end what runs, and its threads end with it.
         _drain(todo)
         session.stop()
+        for worker in workers:
+            worker.join(_LAST_SECONDS)  # they give their leases back
         raise
     if crashes:
         raise crashes[0]
@@ -137,12 +146,49 @@ def _work(
                 if own is not None:
                     own.close()
                 sandbox = own = session.sandbox()
-            built = session.build(cell, sandbox, force)
-            results.append(built)
+            built = _build_one(session, cell, sandbox, force)
+            if built.manifest is not None or built.error is not None:
+                results.append(built)
             session.finished(built)
     finally:
         if own is not None:
             own.close()
+
+
+def _build_one(session: Session, cell: Cell, sandbox: Sandbox, force: bool) -> Built:
+    """Build a cell, under its lease where the store is a service; neither manifest nor error if another host did."""
+    service = service_of(session.store)
+    if service is None:
+        return session.build(cell, sandbox, force)
+    variant = Variant(cell.target, session.toolchain)
+    started = time.perf_counter()
+
+    def there() -> bool:
+        return not force and any(m.variant == variant for m in session.store.lookup(cell.key))
+
+    try:
+        lease = take(
+            service,
+            cell.key,
+            str(variant),
+            there=there,
+            waiting=lambda whom: session.tell(lambda p: p.stage(cell, f"wait for {whom}")),
+            stopped=session.stopped,
+            seconds=session.config.build_seconds,
+        )
+    except LeaseHeld as held:
+        return Built(cell, time.perf_counter() - started, None, held)
+    if lease is None:
+        return Built(cell, time.perf_counter() - started, None, None)
+    held_lease = lease
+    try:
+        with Heartbeat(lambda: service.renew(held_lease), lease.seconds, sandbox.kill) as heart:
+            built = session.build(cell, sandbox, force, lease)
+        if heart.lost is not None and built.error is not None:
+            return replace(built, error=heart.lost)
+        return built
+    finally:
+        give_back(service, lease)
 
 
 def _drain(todo: queue.SimpleQueue[Cell]) -> None:

@@ -20,13 +20,14 @@ from aotcache.build.report import Built, Progress
 from aotcache.compat import CPU_LEVELS, cpu_level_features
 from aotcache.compile.sandbox import Sandbox
 from aotcache.config import Settings
-from aotcache.errors import AotcacheError, BuildError, ConfigError, StoreError
+from aotcache.errors import AotcacheError, BuildError, ConfigError, LeaseLost, StoreError
 from aotcache.key import KeyParts
 from aotcache.lockfile import Lock, LockedCell, lock_path, read_lock, write_lock
 from aotcache.manifest import Manifest
 from aotcache.spec import Spec, load_spec
 from aotcache.store import open_store
 from aotcache.store.base import Store
+from aotcache.store.builds import Lease, leasing
 from aotcache.store.local import make_dirs
 from aotcache.trust import SigningKey, sign, signing_key_path
 from aotcache.types import Digest, Target, Variant
@@ -58,7 +59,7 @@ class Session:
         self.toolchain = host.host_toolchain()
         self._progress = progress
         self._telling = threading.Lock()
-        self._stopped = False
+        self.stopped = threading.Event()
         self._builders: list[Sandbox] = []
         self._key: SigningKey | None = None
 
@@ -74,14 +75,14 @@ class Session:
     def stop(self) -> None:
         """End every builder at once, and tell the display no more: that they died is no news."""
         with self._telling:
-            self._stopped = True
+            self.stopped.set()
         for builder in self._builders:
             builder.kill()
 
     def tell(self, what: Callable[[Progress], None]) -> None:
         """Have the display, if there is one, shown something. One call at a time."""
         with self._telling:
-            if self._progress is not None and not self._stopped:
+            if self._progress is not None and not self.stopped.is_set():
                 what(self._progress)
 
     def sandbox(self) -> Sandbox:
@@ -138,8 +139,14 @@ class Session:
         """Have the display shown that a build ended."""
         self.tell(lambda p: p.finished(built.cell, built.seconds, built.error))
 
-    def build(self, cell: Cell, sandbox: Sandbox, force: bool) -> Built:
+    def build(self, cell: Cell, sandbox: Sandbox, force: bool, lease: Lease | None = None) -> Built:
         """Build one cell in a builder and publish it. What is wrong with the cell is in the answer.
+
+        Args:
+            cell: One of those that `capture` lists.
+            sandbox: The builder.
+            force: Publish in the place of an entry that is there.
+            lease: The service's, under which it is published.
 
         Raises:
             StoreError: the store cannot be written, which fails every cell: said once, at once.
@@ -155,15 +162,23 @@ class Session:
             manifest = self._sign(
                 cell, Manifest.from_json(answer["manifest"].encode(), where=f"builder of {cell}")
             )
-            self.store.publish(manifest, Path(answer["archive"]), replace=force)
+            self._publish(manifest, Path(answer["archive"]), force, lease)
             index.remember(manifest)
             return Built(cell, time.perf_counter() - started, manifest, None, index.reused)
+        except LeaseLost as error:
+            return Built(cell, time.perf_counter() - started, None, error)
         except StoreError:
             raise
         except AotcacheError as error:
             return Built(cell, time.perf_counter() - started, None, error)
         finally:
             index.close()
+
+    def _publish(self, manifest: Manifest, archive: Path, force: bool, lease: Lease | None) -> None:
+        if lease is None:
+            self.store.publish(manifest, archive, replace=force)
+        else:
+            leasing(self.store).publish(manifest, archive, replace=force, lease=lease.claim)
 
     def _sign(self, cell: Cell, manifest: Manifest) -> Manifest:
         """What is published: signed here, because the builder that ran the drafter's code holds no key.

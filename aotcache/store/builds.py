@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from urllib.parse import quote
 
 from aotcache.errors import AotcacheError, BuildError, named
 from aotcache.types import CacheKey, Target, Toolchain
 
 if TYPE_CHECKING:
+    from aotcache.manifest import Manifest
+    from aotcache.store.base import Store
     from aotcache.store.session import ServiceSession
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -188,6 +191,31 @@ class BuildService:
     def release(self, lease: Lease) -> None:
         """Give a lease back; nothing happens to one that is lost."""
         self.session.json("DELETE", f"/v1/leases/{quote(lease.id)}", params={"token": lease.token})
+
+
+class LeasingStore(Protocol):
+    """A store that publishes under leases."""
+
+    def publish(
+        self,
+        manifest: Manifest,
+        archive: Path,
+        *,
+        replace: bool = False,
+        lease: tuple[str, int] | None = None,
+    ) -> bool:
+        """As `Store.publish`. With a lease that is lost: LeaseLost, and nothing is written."""
+
+
+def service_of(store: Store) -> BuildService | None:
+    """The service behind a store, or None where there is none."""
+    session = getattr(getattr(store, "remote", store), "session", None)
+    return None if session is None else BuildService(session)
+
+
+def leasing(store: Store) -> LeasingStore:
+    """The same store, for one that `service_of` finds a service behind."""
+    return cast("LeasingStore", store)
 
 
 def _build(value: dict[str, Any]) -> Build:
