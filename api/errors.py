@@ -18,8 +18,10 @@ from starlette.responses import Response
 
 from aotcache.errors import (
     AotcacheError,
+    BadCursor,
     ConfigError,
     CorruptArtifact,
+    DatabaseError,
     LeaseHeld,
     LeaseLost,
     ManifestError,
@@ -74,7 +76,9 @@ _TYPES: tuple[tuple[type[AotcacheError], ErrorType], ...] = (
     (CorruptArtifact, "corrupt"),
     (ManifestError, "invalid"),
     (RejectedArtifact, "untrusted"),
+    (BadCursor, "bad_request"),
     (StoreError, "unavailable"),
+    (DatabaseError, "unavailable"),
     (ConfigError, "bad_request"),
     (SpecError, "bad_request"),
 )
