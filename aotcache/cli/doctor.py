@@ -21,6 +21,7 @@ from aotcache.cli.output import JsonFlag, StoreOption, emit_json, human_bytes, p
 from aotcache.config import settings
 from aotcache.errors import AotcacheError, RejectedArtifact
 from aotcache.store import Entry, Store, open_store
+from aotcache.trust import SigningKey, signing_key_path, trusted_keys
 
 if TYPE_CHECKING:
     from aotcache.compat import HostFacts
@@ -48,13 +49,13 @@ def doctor(store: StoreOption = None, as_json: JsonFlag = False) -> None:
 
     Exit code 1 if something must be mended before artifacts can be loaded here.
     """
-    findings = [*_python(), *_torch(), *_compiler(), *_home()]
+    findings = [*_python(), *_torch(), *_compiler(), *_home(), *_keys()]
     verdicts: list[dict[str, Any]] = []
     try:
         opened = open_store(store)
         entries = list(opened.entries())
         facts = _facts()
-        verdicts = judge(entries, facts) if facts is not None else []
+        verdicts = judge(entries, facts, opened) if facts is not None else []
         findings.append(_store(opened, entries))
     except AotcacheError as error:
         findings.append(Finding("store", "fail", str(error)))
@@ -143,6 +144,41 @@ def _home() -> Iterator[Finding]:
     if kind in ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse.sshfs"):
         yield Finding(
             "home", "note", f"{home} is on {kind}: locks need a local disk; set AOTCACHE_HOME to one"
+        )
+
+
+def _keys() -> Iterator[Finding]:
+    """Who signs here, and whose signatures count."""
+    try:
+        config = settings()
+        trusted = trusted_keys(config).list()
+    except AotcacheError as error:
+        yield Finding("trusted keys", "fail", str(error))
+        return
+    names = ", ".join(f"{key.name} ({key.key.fingerprint})" for key in trusted)
+    yield Finding("trusted keys", "ok", names or "none: only what this user built on this host is opened")
+    if config.trust_unsigned:
+        yield Finding(
+            "trusted keys", "note", "AOTCACHE_TRUST_UNSIGNED is set: artifacts are opened whoever made them"
+        )
+    path = signing_key_path(config)
+    if not os.path.exists(path):
+        yield Finding(
+            "signing key", "note", f"none at {path}: what is built here cannot be published; aotcache keygen"
+        )
+        return
+    try:
+        public = SigningKey.load(path).public
+    except AotcacheError as error:
+        yield Finding("signing key", "fail", str(error))
+        return
+    if any(key.key == public for key in trusted):
+        yield Finding("signing key", "ok", f"{public.fingerprint} at {path}, trusted here")
+    else:
+        yield Finding(
+            "signing key",
+            "note",
+            f"{public.fingerprint} at {path} is not trusted here; aotcache trust add {public.to_text()}",
         )
 
 

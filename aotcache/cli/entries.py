@@ -23,9 +23,11 @@ from aotcache.cli.output import (
     print_table,
 )
 from aotcache.compat import HostFacts, Rejected, verdict
+from aotcache.config import settings
 from aotcache.errors import NotStored
 from aotcache.manifest import InputSlot, Manifest
 from aotcache.store import Entry, Store, open_store
+from aotcache.trust import Standing, standing, trust_problem
 
 SHORT = 12
 """Characters of a key or digest that tables show; commands take any unique beginning."""
@@ -73,12 +75,15 @@ def _unreadable(entry: Entry) -> dict[str, Any]:
     return {"key": entry.key, "variant": entry.variant, "problem": entry.problem}
 
 
-def judge(entries: Iterable[Entry], facts: HostFacts) -> list[dict[str, Any]]:
-    """Whether a host with these facts accepts each entry, and why not: values for JSON."""
+def judge(entries: Iterable[Entry], facts: HostFacts, store: Store) -> list[dict[str, Any]]:
+    """Whether a host with these facts accepts each entry of a store, and why not: values for JSON."""
     verdicts = []
+    config, own = settings(), store.own
     for entry in entries:
         reasons = [entry.problem] if entry.problem is not None else []
         if entry.manifest is not None:
+            problem = trust_problem(entry.manifest, own=own, config=config, url=store.url)
+            reasons += [] if problem is None else [problem]
             answer = verdict(entry.manifest, facts)
             reasons += answer.reasons if isinstance(answer, Rejected) else ()
         verdicts.append(
@@ -100,7 +105,7 @@ def ls(
         emit_json(
             {
                 "store": opened.url,
-                "entries": [_summary(e) for e in found],
+                "entries": [_summary(e) | _signature(e, opened) for e in found],
                 "refs": usage.refs,
                 "blobs": usage.blobs,
                 "bytes": usage.bytes,
@@ -162,10 +167,16 @@ def _row(entry: Entry) -> Sequence[str]:
 
 def show(key: KeyArgument, store: StoreOption = None, as_json: JsonFlag = False) -> None:
     """Show the manifests of one key: how it is called, what it needs, how it was checked and built."""
-    found = find(open_store(store), key)
+    opened = open_store(store)
+    found = find(opened, key)
     if as_json:
         emit_json(
-            [json.loads(e.manifest.to_json()) if e.manifest is not None else _unreadable(e) for e in found]
+            [
+                json.loads(e.manifest.to_json()) | _signature(e, opened)
+                if e.manifest is not None
+                else _unreadable(e)
+                for e in found
+            ]
         )
         return
     for number, entry in enumerate(found):
@@ -174,12 +185,21 @@ def show(key: KeyArgument, store: StoreOption = None, as_json: JsonFlag = False)
         if entry.problem is not None:
             print_lines([f"problem      {entry.problem}"])
         if entry.manifest is not None:
-            print_lines(_describe(entry.manifest))
+            print_lines(
+                _describe(entry.manifest, standing(entry.manifest, own=opened.own, config=settings()))
+            )
 
 
-def _describe(m: Manifest) -> Iterator[str]:
+def _signature(entry: Entry, store: Store) -> dict[str, Any]:
+    if entry.manifest is None:
+        return {}
+    return {"signature": standing(entry.manifest, own=store.own, config=settings()).to_json()}
+
+
+def _describe(m: Manifest, signature: Standing) -> Iterator[str]:
     yield f"key          {m.key}"
     yield f"digest       {m.digest}  {human_bytes(m.size)}, {len(m.members)} members"
+    yield f"signature    {signature}"
     yield f"region       {human_region(m.region)}, {m.mode}, bucket {human_bucket(m.bucket)}"
     yield f"variant      {m.target}, torch {m.toolchain.torch} ({m.toolchain.git[:10]}), " + (
         f"CUDA {m.toolchain.cuda}" if m.toolchain.cuda else "CPU build"
@@ -294,7 +314,7 @@ def _readable(entries: Iterable[Entry]) -> list[Manifest]:
 def _verdicts(store: Store, key: str) -> dict[str, Any]:
     from aotcache.host import host_facts
 
-    variants = judge(find(store, key), host_facts())
+    variants = judge(find(store, key), host_facts(), store)
     return {"ok": any(v["accepted"] for v in variants), "variants": variants}
 
 

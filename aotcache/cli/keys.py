@@ -191,8 +191,8 @@ def remove(
         print_lines(
             [
                 (
-                    f"no longer trusted: {gone.key.fingerprint} ({gone.name}); processes that opened its artifacts keep "
-                    "them until they end"
+                    f"no longer trusted: {gone.key.fingerprint} ({gone.name}); processes that opened its "
+                    "artifacts keep them until they end"
                 )
             ]
         )

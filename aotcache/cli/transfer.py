@@ -1,15 +1,19 @@
-"""Moving artifacts and checking their bytes: `fetch` and `verify`. Neither opens one."""
+"""Moving artifacts and checking their bytes and signatures: `fetch` and `verify`. Neither opens one."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import tempfile
 import zipfile
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from aotcache.cli.contact import meet
 from aotcache.cli.entries import SHORT, find
 from aotcache.cli.output import (
     JsonFlag,
@@ -20,9 +24,13 @@ from aotcache.cli.output import (
     human_region,
     print_lines,
 )
+from aotcache.config import Settings, settings
 from aotcache.errors import ConfigError, NotStored, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.store import Entry, Store, open_store
+from aotcache.trust import SigningKey, Standing, sign, signing_key_path, standing, trust_problem
+
+logger = logging.getLogger(__name__)
 
 KeysArgument = Annotated[
     list[str] | None,
@@ -43,11 +51,16 @@ def fetch(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy artifacts out of a store: into another store, or into a folder."""
+    """Copy artifacts out of a store: into another store, or into a folder.
+
+    What came from elsewhere must be signed by a trusted key, and stays signed as it was. What
+    was built on this host is signed with its own key when it leaves it.
+    """
     if (to is None) == (out is None):
         raise ConfigError("fetch needs one place to copy to: --to STORE or --out FOLDER")
     if bool(keys) == (lock is not None):
         raise ConfigError("fetch needs what to copy: one or more KEYs, or --lock FILE")
+    meet(store)
     source = open_store(store)
     target = None if to is None else open_store(to)
     if target is not None and target.url == source.url:
@@ -55,6 +68,10 @@ def fetch(
             f"fetch would copy {source.url} onto itself; name the other store with --store or --to"
         )
     manifests = _locked(source, lock) if lock is not None else _named(source, keys or [])
+    config = settings()
+    _require_trusted(source, manifests, config)
+    if target is not None and not target.own:
+        manifests = _signed(source, manifests, config)
     results: list[dict[str, Any]] = []
     with Progress("fetch", len(manifests)) as progress:
         for manifest in manifests:
@@ -112,6 +129,47 @@ def _locked(source: Store, lock: Path) -> list[Manifest]:
     return [manifest for digest in sorted(found) for manifest in found[digest]]
 
 
+def _require_trusted(source: Store, manifests: Iterable[Manifest], config: Settings) -> None:
+    """Refuse what would not be opened from there, before anything of it is read."""
+    refused = []
+    for manifest in manifests:
+        problem = trust_problem(manifest, own=source.own, config=config, url=source.url)
+        if problem is not None:
+            refused.append((manifest, problem))
+        elif config.trust_unsigned:
+            found = standing(manifest, own=source.own, config=config)
+            if found.problem is not None:
+                logger.warning(
+                    "AOTCACHE_TRUST_UNSIGNED is set: copying %s of %s, although %s; without a signature it is opened "
+                    "from a store of this user's own as if it had been built here",
+                    manifest.digest,
+                    source.url,
+                    found.problem,
+                )
+    if refused:
+        manifest, problem = refused[0]
+        raise RejectedArtifact(
+            f"{source.url}: {len(refused)} of the artifacts asked for are not trusted, and nothing is copied; first "
+            f"{manifest.digest} (region {manifest.region!r}, {manifest.mode}): {problem}",
+            digests=[m.digest for m, _ in refused],
+        )
+
+
+def _signed(source: Store, manifests: list[Manifest], config: Settings) -> list[Manifest]:
+    """What leaves this host: signed by whoever signed it before, else with this host's key."""
+    bare = [manifest for manifest in manifests if manifest.envelope is None]
+    if not bare:
+        return manifests
+    if not source.own:
+        raise RejectedArtifact(
+            f"{source.url}: {bare[0].digest} is not signed and was not built here, so this host does not sign it "
+            "either; have whoever built it publish it again with a key",
+            digests=[manifest.digest for manifest in bare],
+        )
+    key = SigningKey.load(signing_key_path(config))
+    return [sign(manifest, key) if manifest.envelope is None else manifest for manifest in manifests]
+
+
 def _copy(source: Store, manifest: Manifest, target: Store | None, folder: Path | None) -> bool:
     if folder is not None:
         path = folder / f"{manifest.digest}.pt2"
@@ -135,7 +193,7 @@ def _sha256(path: Path) -> str:
 
 
 def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFlag = False) -> None:
-    """Check stored artifacts: manifest, key, the archive's bytes and every member of it.
+    """Check stored artifacts: manifest, key, signature, the archive's bytes and every member of it.
 
     Checks all of the store without KEYs. Nothing is opened, so a bad artifact does no
     harm here. Exit code 1 if anything is wrong.
@@ -145,7 +203,9 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
         entries = list({(e.key, e.variant): e for key in keys for e in find(opened, key)}.values())
     else:
         entries = list(opened.entries())
+    config, own = settings(), opened.own
     results: list[dict[str, Any]] = []
+    standings: list[Standing] = []
     with (
         Progress("verify", len(entries)) as progress,
         tempfile.TemporaryDirectory(prefix="aotcache-verify-") as scratch,
@@ -154,10 +214,20 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
             name = f"{entry.key[:SHORT]} {entry.variant}"
             progress.say(name)
             problems = _problems(opened, entry, Path(scratch))
+            found = None if entry.manifest is None else standing(entry.manifest, own=own, config=config)
+            if found is not None:
+                standings.append(found)
+                problems += [] if found.problem is None else [found.problem]
             progress.step(f"{name} {'; '.join(problems) or 'good'}")
             digest = entry.manifest.digest if entry.manifest is not None else None
             results.append(
-                {"key": entry.key, "variant": entry.variant, "digest": digest, "problems": problems}
+                {
+                    "key": entry.key,
+                    "variant": entry.variant,
+                    "digest": digest,
+                    "signature": None if found is None else found.to_json(),
+                    "problems": problems,
+                }
             )
     bad = [r for r in results if r["problems"]]
     if as_json:
@@ -165,6 +235,8 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
     else:
         lines = [f"{r['key']} {r['variant']}: {problem}" for r in bad for problem in r["problems"]]
         good = f"{len(results) - len(bad)} of {len(results)} entries in {opened.url} are good"
+        signed = Counter(str(found) for found in standings if found.problem is None)
+        lines += [f"{number} {text}" for text, number in signed.items()]
         print_lines([*lines, good if results else f"nothing is stored in {opened.url}"])
     if bad:
         raise typer.Exit(1)

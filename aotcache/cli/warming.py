@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from aotcache.cli.contact import meet
 from aotcache.cli.output import (
     JsonFlag,
     Progress,
@@ -78,6 +79,7 @@ def warm(
     """
     from aotcache import build
 
+    meet(store)
     with Progress("warm") as display:
         progress = WarmProgress(display)
         if plan or check:
