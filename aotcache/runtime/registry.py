@@ -73,15 +73,17 @@ def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executa
         if found is not None:
             return found, False
         folder = unpack(manifest, _Fetched(store), home)
-        _require_trusted(manifest, store)
-        _warn_if_let_through(manifest, store)
+        _require_trusted(manifest, store, opening=True)
         made = _open_folder(manifest, folder)
         _opened[mark] = made
         return made, True
 
 
-def _require_trusted(manifest: Manifest, store: Store) -> None:
-    problem = trust_problem(manifest, own=store.own, config=Settings(), url=store.url)
+def _require_trusted(manifest: Manifest, store: Store, *, opening: bool = False) -> None:
+    if store.own and manifest.envelope is None:
+        return  # the usual case, which need not read the settings
+    config = Settings()
+    problem = trust_problem(manifest, own=store.own, config=config, url=store.url)
     if problem is not None:
         raise RejectedArtifact(
             f"archive {manifest.digest} of key {manifest.key} in {store.url} is not opened, because opening an "
@@ -89,22 +91,17 @@ def _require_trusted(manifest: Manifest, store: Store) -> None:
             key=manifest.key,
             digest=manifest.digest,
         )
-
-
-def _warn_if_let_through(manifest: Manifest, store: Store) -> None:
-    config = Settings()
-    if not config.trust_unsigned:
-        return
-    found = standing(manifest, own=store.own, config=config)
-    if found.problem is not None:
-        logger.warning(
-            "AOTCACHE_TRUST_UNSIGNED is set: opening archive %s of key %s (region %r) from %s, although %s",
-            manifest.digest,
-            manifest.key,
-            manifest.region,
-            store.url,
-            found.problem,
-        )
+    if opening and config.trust_unsigned:
+        found = standing(manifest, own=store.own, config=config)
+        if found.problem is not None:
+            logger.warning(
+                "AOTCACHE_TRUST_UNSIGNED is set: opening archive %s of key %s (region %r) from %s, although %s",
+                manifest.digest,
+                manifest.key,
+                manifest.region,
+                store.url,
+                found.problem,
+            )
 
 
 class _Fetched:
