@@ -39,6 +39,8 @@ class Settings(BaseSettings):
             write to. Opening an artifact runs its code, so this trusts them all.
         trust_unsigned: Open artifacts from elsewhere that no trusted key has signed. Opening an
             artifact runs its code, so this trusts everyone who can write to the store, or to the way there.
+        database: URL of the database that a service on this host keeps: `sqlite:////absolute/file.db`
+            or `postgresql://...`; default `service/aotcache.db` in `home`.
         token: What the service is shown; default: the file `tokens/<host>_<port>` in `config_home`.
         record: Every `attach` records the calls of its drafter, as with `on_miss="record"`:
             the spec to write (`.toml`), or a folder for `<spec>.recorded.toml`.
@@ -54,6 +56,9 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=lambda: default_home())
     config_home: Path = Field(default_factory=lambda data: default_config_home(data["home"]))
     store: str = Field(default_factory=lambda data: (data["home"] / "store").as_uri())
+    database: str = Field(
+        default_factory=lambda data: f"sqlite:///{data['home'] / 'service' / 'aotcache.db'}", repr=False
+    )
     build_seconds: float = Field(default=900.0, gt=0)
     build_memory_gib: float | None = Field(default=None, gt=0)
     lock_seconds: float = Field(default=300.0, gt=0)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from aotcache.cli import bundled, doctor, entries, keys, record, transfer, warming
+from aotcache.cli import bundled, database, doctor, entries, keys, record, tokens, transfer, warming
 from aotcache.cli.output import emit_json, err
 from aotcache.errors import AotcacheError, ConfigError, SpecError
 
@@ -102,5 +102,7 @@ app.command("fetch", short_help="Copy artifacts to a store or a folder.")(transf
 app.command("verify", short_help="Check stored artifacts; opens none.")(transfer.verify)
 app.command("keygen", short_help="Make the key that signs what this host publishes.")(keys.keygen)
 app.add_typer(keys.trust)
+app.add_typer(tokens.token)
+app.add_typer(database.db)
 app.command("doctor", short_help="Report what this host can do.")(doctor.doctor)
 app.command("demo", short_help="Warm the bundled drafters and train one.")(bundled.demo)

@@ -95,7 +95,8 @@ class Database:
     @property
     def url(self) -> str:
         """Where it is, without the password."""
-        return self._url.render_as_string(hide_password=True)
+        plain = self._url.set(drivername=self._url.get_backend_name())
+        return plain.render_as_string(hide_password=True)
 
     @property
     def dialect(self) -> Literal["sqlite", "postgresql"]:

@@ -110,13 +110,19 @@ class Builds:
 
     Args:
         database: Where they are.
-        leases: Gives builders their leases.
+        leases: Gives builders their leases; by default with the usual length.
         failed_seconds: How long a failure is kept as the answer to new requests.
     """
 
-    def __init__(self, database: Database, leases: Leases, *, failed_seconds: float = FAILED_SECONDS) -> None:
+    def __init__(
+        self,
+        database: Database,
+        leases: Leases | None = None,
+        *,
+        failed_seconds: float = FAILED_SECONDS,
+    ) -> None:
         self._database = database
-        self._leases = leases
+        self._leases = Leases(database) if leases is None else leases
         self._failed_seconds = failed_seconds
 
     def request(self, spec: str, key: CacheKey, variant: str) -> Build:
