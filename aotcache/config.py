@@ -42,6 +42,8 @@ class Settings(BaseSettings):
         database: URL of the database that a service on this host keeps: `sqlite:////absolute/file.db`
             or `postgresql://...`; default `service/aotcache.db` in `home`.
         token: What the service is shown; default: the file `tokens/<host>_<port>` in `config_home`.
+        archive_gib: The largest archive that the service takes, in GiB.
+        signed_url_seconds: How long the addresses in a bucket are good that the service hands out.
         record: Every `attach` records the calls of its drafter, as with `on_miss="record"`:
             the spec to write (`.toml`), or a folder for `<spec>.recorded.toml`.
         record_run: Folder that tells the processes of one recorded run from another run's;
@@ -65,6 +67,8 @@ class Settings(BaseSettings):
     trust_shared_store: bool = False
     trust_unsigned: bool = False
     token: SecretStr | None = None
+    archive_gib: float = Field(default=8.0, gt=0)
+    signed_url_seconds: float = Field(default=600.0, ge=1, le=7 * 24 * 3600)
     record: Path | None = None
     record_run: Path | None = None
 
@@ -90,6 +94,11 @@ class Settings(BaseSettings):
         return self.record is not None or self.record_run is not None
 
     @property
+    def service(self) -> Path:
+        """The directory of a service on this host: its store and its database, unless they are elsewhere."""
+        return self.home / "service"
+
+    @property
     def locks(self) -> Path:
         """The directory of lock files."""
         return self.home / "locks"
@@ -98,6 +107,16 @@ class Settings(BaseSettings):
 def settings() -> Settings:
     """The settings of this moment. Raises ConfigError."""
     return Settings()
+
+
+def builder_environment(token: str | None) -> dict[str, str]:
+    """This process's environment, for a builder that the service starts.
+
+    Args:
+        token: What it is to show; None to show none.
+    """
+    kept = {k: v for k, v in os.environ.items() if k != PREFIX + "TOKEN"}
+    return kept if token is None else {**kept, PREFIX + "TOKEN": token}
 
 
 def recording_environment(output: Path | None, run: Path) -> dict[str, str]:

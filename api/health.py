@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse
@@ -16,6 +18,8 @@ router = APIRouter(tags=["operation"])
 
 _NOWHERE = Digest("0" * 64)
 
+_head = cache(head)
+
 
 @router.get("/healthz", summary="Whether the process answers", responses=ERRORS)
 async def healthz() -> Health:
@@ -26,7 +30,7 @@ async def healthz() -> Health:
 @router.get("/readyz", summary="Whether requests can be served", responses=ERRORS)
 def readyz(service: ServiceOf) -> Health:
     """The database has this program's tables, and the store can be reached."""
-    found, expected = current(service.database), head()
+    found, expected = current(service.database), _head()
     if found != expected:
         raise Refused(
             "unavailable",

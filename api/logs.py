@@ -46,6 +46,6 @@ def configure(stream: TextIO | None = None, level: int = logging.INFO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    # These write the addresses of requests, queries included.
-    for name in ("httpx", "httpcore", "sse_starlette"):
+    # These write the addresses of requests, queries included, or a line for each look at the database.
+    for name in ("httpx", "httpcore", "sse_starlette", "alembic"):
         logging.getLogger(name).setLevel(max(level, logging.WARNING))

@@ -14,7 +14,19 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from aotcache.cli import bundled, database, doctor, entries, keys, record, tokens, transfer, warming
+from aotcache.cli import (
+    builder,
+    bundled,
+    database,
+    doctor,
+    entries,
+    keys,
+    record,
+    serve,
+    tokens,
+    transfer,
+    warming,
+)
 from aotcache.cli.output import emit_json, err
 from aotcache.errors import AotcacheError, ConfigError, SpecError
 
@@ -104,5 +116,7 @@ app.command("keygen", short_help="Make the key that signs what this host publish
 app.add_typer(keys.trust)
 app.add_typer(tokens.token)
 app.add_typer(database.db)
+app.command("serve", short_help="Serve a store over HTTP, and build on request.")(serve.serve)
+app.command("builder", short_help="Build what a service is asked for.")(builder.builder)
 app.command("doctor", short_help="Report what this host can do.")(doctor.doctor)
 app.command("demo", short_help="Warm the bundled drafters and train one.")(bundled.demo)
