@@ -32,6 +32,7 @@ class ContentIndex:
         self._store = store
         self._staging = staging
         self._held = ExitStack()
+        self._archive: Path | None = None
         self.reused = False
 
     def claim(self, content: str, *, force: bool) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class ContentIndex:
         known = None if force else self._recall(content)
         if known is None:
             return {"do": "compile"}
-        archive = self._staging / f"{known.digest}.pt2"
+        archive = self._archive = self._staging / f"{known.digest}.pt2"
         try:
             self._store.fetch(known.digest, archive)
         except AotcacheError:
@@ -81,4 +82,6 @@ class ContentIndex:
 
     def close(self) -> None:
         """Let the next builder of the graph go on."""
+        if self._archive is not None:
+            self._archive.unlink(missing_ok=True)
         self._held.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
 from aotcache.store.base import Store
 from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant
+
+_MOST_ELSEWHERE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def make_plan(cells: Iterable[Cell], store: Store, toolchain: Toolchain) -> Plan
     """Look every cell up in the store."""
     cells = list(cells)
     found = store.resolve({cell.key for cell in cells})
-    known = list(_provenances(store)) if any(not found[c.key] for c in cells) else []
+    known = known_builds(store) if any(not found[c.key] for c in cells) else []
     rows: list[Row] = []
     seen: set[tuple[CacheKey, Target]] = set()
     for cell in cells:
@@ -100,7 +103,7 @@ def make_plan(cells: Iterable[Cell], store: Store, toolchain: Toolchain) -> Plan
                 cell,
                 "missing" if hit is None else "covered",
                 None if hit is None else hit.digest,
-                _expected(cell, known) if hit is None else None,
+                expected_seconds(cell, known) if hit is None else None,
                 mark in seen,
             )
         )
@@ -108,11 +111,13 @@ def make_plan(cells: Iterable[Cell], store: Store, toolchain: Toolchain) -> Plan
     return Plan(tuple(rows))
 
 
-def _provenances(store: Store) -> Iterator[Manifest]:
-    return (entry.manifest for entry in store.entries() if entry.manifest is not None)
+def known_builds(store: Store) -> list[Manifest]:
+    """What tells how long builds take. Of a store elsewhere, where each costs a request, some."""
+    known = (entry.manifest for entry in store.entries() if entry.manifest is not None)
+    return list(known if store.own else islice(known, _MOST_ELSEWHERE))
 
 
-def _expected(cell: Cell, known: list[Manifest]) -> float | None:
+def expected_seconds(cell: Cell, known: Iterable[Manifest]) -> float | None:
     """Seconds of the like build that resembles the cell most: same mode, then region, then bucket."""
     alike = [
         m

@@ -106,6 +106,12 @@ class Session:
         self._builders.append(made)
         return made
 
+    def end(self, sandbox: Sandbox) -> None:
+        """End a builder process and remove what it has made."""
+        sandbox.close()
+        self._builders.remove(sandbox)
+        shutil.rmtree(sandbox.staging, ignore_errors=True)
+
     def capture(self, sandbox: Sandbox) -> list[Cell]:
         """Run the drafter in a builder, and list what it calls."""
         self.tell(lambda p: p.stage(None, "start a builder"))

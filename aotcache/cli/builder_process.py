@@ -34,7 +34,7 @@ class BuilderProcess:
     """
 
     def __init__(self, url: str, specs: Sequence[Path], token: Callable[[], str | None]) -> None:
-        self._command = [sys.executable, "-m", "aotcache", "builder", "--store", url]
+        self._command = [sys.executable, "-m", "aotcache", "builder", "--as-child", "--service", url]
         for spec in specs:
             self._command += ["--spec", str(spec)]
         self._token = token
@@ -86,11 +86,15 @@ class BuilderProcess:
             with self._starting:
                 if self._ending.is_set():
                     return None
-                # Its own output is the log's; stdout is this program's.
+                # Its own output is the log's; stdout is this program's. It ends when stdin does, however this ends.
                 self._child = subprocess.Popen(
-                    self._command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()
+                    self._command, env=environment, stdin=subprocess.PIPE, stdout=sys.stderr.fileno()
                 )
         except (OSError, AotcacheError) as error:
             logger.error("the builder cannot be started: %s", error)
             return None
-        return self._child.wait()
+        try:
+            return self._child.wait()
+        finally:
+            assert self._child.stdin is not None
+            self._child.stdin.close()

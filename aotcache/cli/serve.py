@@ -141,17 +141,18 @@ def serve(
 
 
 def _specs(paths: list[Path]) -> dict[str, Path]:
-    """Specs by name: the file's, without `.toml`."""
+    """Specs by the name in their `[drafter]` table."""
     found: dict[str, Path] = {}
     for path in paths:
         files = sorted(path.glob("*.toml")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"--spec {path}: the folder has no .toml file", path=str(path))
         for file in files:
-            spec = load_spec(file).path
-            if found.setdefault(spec.stem, spec) != spec:
+            spec = load_spec(file)
+            name = spec.drafter.name
+            if found.setdefault(name, spec.path) != spec.path:
                 raise ConfigError(
-                    f"--spec: {found[spec.stem]} and {spec} are both called {spec.stem!r}, and builds name "
+                    f"--spec: {found[name]} and {spec.path} are both called {name!r} in [drafter], and builds name "
                     "specs by that; rename one"
                 )
     return found

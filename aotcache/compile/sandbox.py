@@ -85,6 +85,7 @@ class Sandbox:
     def __init__(
         self, job: Mapping[str, Any], staging: Path, *, headers: Path, seconds: float, memory: int | None
     ) -> None:
+        self.staging = staging
         self._seconds = seconds
         self._memory = memory
         environment = scrubbed(os.environ)
