@@ -61,7 +61,7 @@ async def download(
     asked = request.headers
     if matches(asked.get("if-none-match"), (f'"{digest}"', f'"{digest}-zstd"')):
         return Response(status_code=304, headers=headers)
-    if request.method == "GET" and found is None:
+    if request.method == "GET" and found is None and service.config.signed_url_seconds:
         url = await service.workers.run(
             lambda: service.store.blob_url(name, service.config.signed_url_seconds)
         )

@@ -42,7 +42,7 @@ class ServiceConfig:
         loopback: Whether it listens on loopback alone. Only then, and only while there is no
             live token, requests without a token are served.
         blob_bytes: The largest archive taken, in bytes.
-        signed_url_seconds: How long the addresses in a bucket are good that it hands out.
+        signed_url_seconds: How long the addresses in a bucket are good that it hands out; 0 for none.
         failed_seconds: How long a failed build is remembered.
     """
 
