@@ -29,6 +29,9 @@ command -v "$python" >/dev/null || need "Python 3.10 or newer" python3 python3-v
     || die "$("$python" -V) is too old: 3.10 or newer is needed. Name one with PYTHON=/path/to/python3.11"
 
 command -v "${CXX:-g++}" >/dev/null || need "a C++ compiler (AOTInductor calls it)" g++
+# The server's programs, which tests start themselves; Debian has them outside PATH.
+command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null \
+    || need "PostgreSQL (tests run the service on it)" postgresql
 
 if ! [ -x "$venv/bin/python" ]; then
     "$python" -c 'import ensurepip, venv' 2>/dev/null || need "Python's venv module" python3-venv
