@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aotcache.store.base import Entry, Store, Usage
-from aotcache.store.objects import ObjectStore, open_store
+from aotcache.store.objects import ObjectStore
+from aotcache.store.opening import open_store
 
 __all__ = ["Entry", "ObjectStore", "Store", "Usage", "open_store"]

@@ -7,6 +7,7 @@ have a client of their own in `files.py`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from aotcache.errors import StoreError
+from aotcache.errors import ServiceUnavailable, StoreError
+from aotcache.store.circuit import circuit_for
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -23,6 +25,15 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 20
 """Bytes read at a time."""
+
+_TRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+"""Of one request to a bucket. obstore's own timeouts are 5 s for a connection and 30 s for a request."""
+
+_TRIES_SECONDS = 60.0
+_LONGEST_CAUSE = 1000
+
+_OUT_OF_REACH = re.compile(r"HTTP error: |status code: (?:5\d\d|429|408) ")
+_QUERY = re.compile(r"(https?://[^\s?]*)\?\S*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +97,8 @@ class ObstoreClient:
         from obstore.store import from_url
 
         self._url = url
-        with self._typed("open"):
-            self._bucket: Bucket = from_url(url)
+        with self._typed("open", asks=False):
+            self._bucket: Bucket = from_url(url, retry_config=_TRIES)  # type: ignore[call-overload]
 
     def get(self, path: str) -> bytes | None:
         """See `Client`."""
@@ -187,11 +198,12 @@ class ObstoreClient:
 
         if not isinstance(self._bucket, AzureStore | GCSStore | S3Store):
             return None
-        with self._typed(path):
+        with self._typed(path, asks=False):
             return obstore.sign(self._bucket, "GET", path, timedelta(seconds=seconds))
 
     @contextmanager
-    def _typed(self, path: str) -> Iterator[None]:
+    def _typed(self, path: str, *, asks: bool = True) -> Iterator[None]:
+        """Turn obstore's errors into ours; `asks` says whether the bucket is asked for anything."""
         from obstore.exceptions import BaseError
 
         first = _obstore_process()
@@ -201,14 +213,25 @@ class ObstoreClient:
                 f"{first} after that had used a bucket; start it with the spawn or forkserver method instead",
                 url=self._url,
             )
+        circuit = circuit_for(self._url) if asks else None
+        probe = circuit is not None and circuit.enter(_TRIES_SECONDS)
+        out_of_reach = False
         try:
             yield
         except (BaseError, OSError, ValueError) as error:
             if isinstance(error, FileNotFoundError):
                 raise
-            cause = str(error).partition("\n\nDebug source:")[0]
-            raise StoreError(
-                f"store {self._url}: {path}: {cause}; check the address, the credentials and the network",
-                url=self._url,
-                path=path,
-            ) from error
+            # The address of a request can hold a signature.
+            cause = _QUERY.sub(r"\1", str(error).partition("\n\nDebug source:")[0])[:_LONGEST_CAUSE]
+            message = (
+                f"store {self._url}: {path}: {cause}; check the address, the credentials and the network"
+            )
+            if _OUT_OF_REACH.search(cause) is None:
+                raise StoreError(message, url=self._url, path=path) from None
+            out_of_reach = True
+            if circuit is not None:
+                circuit.failed(message, probe=probe)
+            raise ServiceUnavailable(message, url=self._url, path=path) from None
+        finally:
+            if circuit is not None and not out_of_reach:
+                circuit.reached()

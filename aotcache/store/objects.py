@@ -9,21 +9,16 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-from aotcache.config import Settings
 from aotcache.errors import CorruptArtifact, ManifestError, NotStored, StoreError
 from aotcache.manifest import Manifest
-from aotcache.store.base import Entry, Store, Usage
-from aotcache.store.clients import CHUNK, Client, Info, ObstoreClient
+from aotcache.store.base import Entry, Usage
+from aotcache.store.clients import CHUNK, Client, Info
 from aotcache.store.files import FileClient
 from aotcache.store.local import make_dirs
 from aotcache.types import CacheKey, Digest, Variant, is_digest
 
 logger = logging.getLogger(__name__)
-
-BUCKETS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory")
-"""URL schemes that obstore serves; `memory` ends with the process."""
 
 ORIGIN = "origin"
 """Name of the file in a directory of copies: the address of the store that they are from."""
@@ -31,37 +26,6 @@ ORIGIN = "origin"
 _LATE_BLOB_RETRIES = (0.02, 0.1)
 """Waits in seconds. Another host of a network file system can see a new ref
 before the blob that was written first."""
-
-
-def open_store(url: str | os.PathLike[str] | None = None) -> Store:
-    """Open a store; makes nothing and, for a directory, touches nothing.
-
-    Args:
-        url: `file:///path`, a plain path, or a bucket (`s3://bucket/prefix`, `gs://`,
-            `az://`). Default: the `store` setting.
-
-    Raises:
-        StoreError: for an address of another kind, or one that cannot be opened.
-    """
-    current = Settings()
-    text = current.store if url is None else os.fspath(url)
-    parts = urlsplit(text)
-    if "://" not in text:
-        root = Path(text).expanduser().absolute()
-    elif parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path:
-            raise StoreError(f"store {text!r}: expected file:///absolute/path, with three slashes")
-        root = Path(unquote(parts.path))
-    elif parts.scheme in BUCKETS:
-        return ObjectStore(text, ObstoreClient(text))
-    else:
-        raise StoreError(
-            f"store {text!r}: scheme {parts.scheme!r} is not supported; "
-            f"expected a path, file:///path or one of {', '.join(s + '://' for s in BUCKETS)}"
-        )
-    if root.exists() and not root.is_dir():
-        raise StoreError(f"store {text!r}: {root} is a file, expected a directory, or a path to make one at")
-    return ObjectStore(root.as_uri(), FileClient(root, trust_shared=current.trust_shared_store))
 
 
 class ObjectStore:
@@ -103,14 +67,7 @@ class ObjectStore:
 
     def publish(self, manifest: Manifest, archive: Path, *, replace: bool = False) -> bool:
         """See `Store`."""
-        found, size = _measure(archive)
-        if (found, size) != (manifest.digest, manifest.size):
-            raise CorruptArtifact(
-                f"{archive} is not published: its manifest says {manifest.digest} and {manifest.size} bytes, "
-                f"the file has {found} and {size} bytes; build it again",
-                expected=manifest.digest,
-                found=found,
-            )
+        check_archive(manifest, archive)
         ref = _ref_path(manifest.key, str(manifest.variant))
         if not replace:
             entry = self.entry(manifest.key, manifest.variant)
@@ -168,6 +125,11 @@ class ObjectStore:
     def drafts(self) -> Path | None:
         """The folder from which files move into the store without a copy; None for a bucket."""
         return self._client.drafts if isinstance(self._client, FileClient) else None
+
+    def mark_origin(self, url: str) -> None:
+        """Say that what lies here are copies from the store at `url`; the first word stands."""
+        if self._client.head(ORIGIN) is None:
+            self._client.put(ORIGIN, url.encode() + b"\n", create=True)
 
     def put_blob(self, digest: Digest, archive: Path) -> None:
         """The first half of `publish`: an archive that the caller has hashed.
@@ -309,6 +271,18 @@ class ObjectStore:
                 self._client.delete(path)
             except StoreError as error:
                 logger.warning("%s", error)
+
+
+def check_archive(manifest: Manifest, archive: Path) -> None:
+    """Raise CorruptArtifact if a file is not the archive that a manifest is of, StoreError if it cannot be read."""
+    found, size = _measure(archive)
+    if (found, size) != (manifest.digest, manifest.size):
+        raise CorruptArtifact(
+            f"{archive} is not published: its manifest says {manifest.digest} and {manifest.size} bytes, "
+            f"the file has {found} and {size} bytes; build it again",
+            expected=manifest.digest,
+            found=found,
+        )
 
 
 def _ref_folder(key: CacheKey) -> str:

@@ -215,7 +215,9 @@ def test_memory_has_no_file_to_hand_out() -> None:
     [
         ("ftp://host/x", "ftp"),
         ("file://host/x", "three slashes"),
-        ("http://host/x", "http"),
+        ("http://user:pass@host/x", "password"),
+        ("s3://key:pass@bucket/x", "password"),
+        ("https://host/x?token=1", r"without \?"),
         ("az://only", "az://"),
     ],
 )

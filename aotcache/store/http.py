@@ -1,0 +1,263 @@
+"""The service as a store: manifests and archives over its REST interface, version 1."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from aotcache.errors import ManifestError, NotStored, ServiceError, StoreError
+from aotcache.manifest import Manifest
+from aotcache.store.base import Entry, Usage
+from aotcache.store.download import download
+from aotcache.store.objects import check_archive
+from aotcache.store.session import ServiceSession, session_for
+from aotcache.types import CacheKey, Digest, Variant, is_digest, sha256
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_KEYS = 1000
+"""Of one resolve request."""
+
+_PAGE = 500
+_THREADS = 8
+
+
+class HttpStore:
+    """A `Store`; its contract is in `store/base.py`. Threads share it; a fork gets its own connections.
+
+    Args:
+        url: Address of the service.
+        session: The way there; by default this process's own, with the token from the settings.
+    """
+
+    def __init__(self, url: str, session: ServiceSession | None = None) -> None:
+        self.session = session_for(url) if session is None else session
+        self._sizes: dict[Digest, int] = {}
+
+    def __repr__(self) -> str:
+        return f"HttpStore({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """See `Store`."""
+        return self.session.url
+
+    @property
+    def own(self) -> bool:
+        """See `Store`."""
+        return False
+
+    def lookup(self, key: CacheKey) -> list[Manifest]:
+        """See `Store`."""
+        found = []
+        for entry in self._variants(key):
+            if entry.usable is not None:
+                found.append(entry.usable)
+            else:
+                logger.warning(
+                    "%s: %s/%s is taken for a miss: %s", self.url, key, entry.variant, entry.problem
+                )
+        return found
+
+    def resolve(self, keys: Iterable[CacheKey]) -> dict[CacheKey, list[Manifest]]:
+        """See `Store`. One request for 1,000 keys, and one for each key that is there."""
+        wanted = list(dict.fromkeys(keys))
+        there: list[CacheKey] = []
+        for first in range(0, len(wanted), _KEYS):
+            part = wanted[first : first + _KEYS]
+            answer = self.session.json("POST", "/v1/resolve", body={"keys": part})
+            found = _of(answer, "found", dict, self.url)
+            there += [key for key in part if found.get(key)]
+        return {key: [] for key in wanted} | dict(zip(there, _each(self.lookup, there), strict=True))
+
+    def publish(
+        self,
+        manifest: Manifest,
+        archive: Path,
+        *,
+        replace: bool = False,
+        lease: tuple[str, int] | None = None,
+    ) -> bool:
+        """See `Store`.
+
+        Args:
+            manifest: As there; with a signature that the service trusts.
+            archive: As there.
+            replace: As there; needs the scope admin.
+            lease: Lease and fencing token under which it was built.
+
+        Raises:
+            LeaseLost: if the lease is no longer held; nothing was published.
+            LeaseHeld: if somebody else holds one.
+            ServiceError: if the service does not trust the signature, or the token lacks the right.
+        """
+        check_archive(manifest, archive)
+        if not replace and any(
+            entry.usable is not None and entry.variant == str(manifest.variant)
+            for entry in self._variants(manifest.key)
+        ):
+            return False
+        path = _blob(manifest.digest)
+        # Sent in any case to replace: what is there may have gone bad.
+        if replace or self._size(path) != manifest.size:
+            self.session.upload(path, archive, manifest.digest)
+        answer = self.session.json(
+            "PUT",
+            f"/v1/artifacts/{manifest.key}",
+            body=manifest.document(),
+            params={"replace": "true"} if replace else None,
+            headers=None if lease is None else {"Aotcache-Lease": f"{lease[0]}:{lease[1]}"},
+        )
+        return _of(answer, "stored", bool, self.url)
+
+    def fetch(self, digest: Digest, dest: Path) -> None:
+        """See `Store`. What was broken off is gone on with, see `store/download.py`."""
+        download(self.session, _blob(digest), digest, dest, size=self._sizes.get(digest))
+
+    def blob_path(self, digest: Digest) -> Path | None:
+        """None: the bytes are the service's."""
+        return None
+
+    def list(self) -> Iterator[Manifest]:
+        """See `Store`."""
+        return (entry.usable for entry in self.entries() if entry.usable is not None)
+
+    def entries(self) -> Iterator[Entry]:
+        """See `Store`. Read page by page, with a request for each key."""
+        for rows in self._pages():
+            keys = list(dict.fromkeys(row.key for row in rows))
+            found = {
+                (entry.key, entry.variant): entry
+                for entries in _each(self._variants, keys)
+                for entry in entries
+            }
+            for row in rows:
+                gone = Entry(row.key, row.variant, None, None, 0.0, "the service lists it and has it not")
+                yield found.get((row.key, row.variant), gone)
+
+    def delete(self, key: CacheKey, variant: Variant | str) -> bool:
+        """See `Store`. Needs the scope admin."""
+        try:
+            answer = self.session.json(
+                "DELETE", f"/v1/artifacts/{quote(key, safe='')}", params={"variant": str(variant)}
+            )
+        except NotStored:
+            return False
+        return _of(answer, "deleted", int, self.url) > 0
+
+    def usage(self) -> Usage:
+        """See `Store`."""
+        refs, blobs = 0, dict[Digest, int]()
+        for rows in self._pages():
+            refs += len(rows)
+            blobs |= {row.digest: row.size for row in rows}
+        return Usage(refs, len(blobs), sum(blobs.values()))
+
+    def _pages(self) -> Iterator[Sequence[_Row]]:
+        cursor: str | None = None
+        while True:
+            answer = self.session.json("GET", "/v1/artifacts", params={"limit": _PAGE, "cursor": cursor})
+            try:
+                rows = [
+                    _Row(row["key"], row["variant"], row["digest"], int(row["size"]))
+                    for row in answer["artifacts"]
+                ]
+                following = answer["next"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise _unlike(self.url, "/v1/artifacts", error) from None
+            yield rows
+            if following is None:
+                return
+            if not rows or following == cursor:
+                raise _unlike(self.url, "/v1/artifacts", "a page after which the next one is the same")
+            cursor = following
+
+    def _variants(self, key: CacheKey) -> Sequence[Entry]:
+        """Every entry of one key; those that cannot be understood with their problem."""
+        path = f"/v1/artifacts/{quote(key, safe='')}"
+        try:
+            answer = self.session.json("GET", path)
+        except NotStored:
+            return []
+        return [self._entry(key, path, found) for found in _of(answer, "variants", list, self.url)]
+
+    def _entry(self, key: CacheKey, path: str, found: Any) -> Entry:
+        try:
+            variant, expected, modified = str(found["variant"]), found["document"], float(found["modified"])
+            document = json.dumps(found["envelope"], sort_keys=True, separators=(",", ":")).encode()
+        except (KeyError, TypeError, ValueError) as error:
+            raise _unlike(self.url, path, error) from None
+        try:
+            manifest = Manifest.from_json(document, where=f"{self.url}{path}")
+        except ManifestError as error:
+            return Entry(key, variant, None, None, modified, str(error))
+        problem: str | None = None
+        if sha256(document) != expected:
+            problem = f"its document hashes to {sha256(document)}, the service says {expected}"
+        elif (manifest.key, str(manifest.variant)) != (key, variant):
+            problem = f"it is filed under another name than its own, {manifest.key}/{manifest.variant}"
+        else:
+            self._sizes[manifest.digest] = manifest.size
+        return Entry(key, variant, manifest, manifest.size, modified, problem)
+
+    def _size(self, path: str) -> int | None:
+        """Bytes of an archive that the service has; None if it has none."""
+
+        def once() -> int | None:
+            with self.session.stream("HEAD", path, headers={"Accept-Encoding": "identity"}) as response:
+                length = response.headers.get("Content-Length", "")
+                return int(length) if length.isdigit() else None
+
+        try:
+            return self.session.reliably(once)
+        except StoreError as error:
+            # An answer to HEAD has no body, so no type of its error.
+            if error.details.get("status") == 404:
+                return None
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What of a listing's row is needed here."""
+
+    key: CacheKey
+    variant: str
+    digest: Digest
+    size: int
+
+
+def _each(action: Callable[[CacheKey], T], keys: Sequence[CacheKey]) -> Sequence[T]:
+    """What `action` gives for every key, in their order; several at a time."""
+    if len(keys) < 2:
+        return [action(key) for key in keys]
+    with ThreadPoolExecutor(min(_THREADS, len(keys)), thread_name_prefix="aotcache-http") as pool:
+        return list(pool.map(action, keys))
+
+
+def _blob(digest: Digest) -> str:
+    if not is_digest(digest):
+        raise NotStored(f"{digest!r} is not a digest: expected 64 lower-case hex characters")
+    return f"/v1/blobs/{digest}"
+
+
+def _of(answer: Any, name: str, kind: type[T], url: str) -> T:
+    found = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(found, kind):
+        raise _unlike(url, name, f"{type(found).__name__} where {kind.__name__} is expected")
+    return found
+
+
+def _unlike(url: str, what: str, why: object) -> ServiceError:
+    return ServiceError(
+        f"{url}: {what}: the answer is not of version 1 of the service ({why}); is it an older or a newer one?",
+        url=url,
+    )
