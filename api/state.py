@@ -61,7 +61,7 @@ class Service:
     """Everything that handlers use. Threads may share it; `close` ends it."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        store = open_store(config.store)
+        store = open_store(config.store, tier=False)
         if not isinstance(store, ObjectStore):
             raise ConfigError(
                 f"store {config.store!r} cannot be served: expected a directory or a bucket, not another service"
