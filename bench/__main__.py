@@ -8,7 +8,7 @@ import sys
 
 from bench.common import publish
 
-ALL = ("first_step", "steady", "dispatch", "flex", "threads", "archive", "warm_throughput", "stream")
+ALL = ("first_step", "steady", "dispatch", "flex", "threads", "archive", "warm_throughput", "stream", "serve")
 
 
 def main() -> int:
