@@ -1,0 +1,373 @@
+"""Nothing that a trusted key did not sign is ever opened, from whichever store it comes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aotcache import host
+from aotcache.config import settings
+from aotcache.envelope import Envelope, Signature
+from aotcache.errors import CorruptArtifact, RejectedArtifact, ServiceUnavailable, StoreError
+from aotcache.manifest import Manifest
+from aotcache.runtime import registry
+from aotcache.runtime.resolve import Resolved, Resolver
+from aotcache.runtime.stats import Stats
+from aotcache.store import open_store
+from aotcache.store.base import Store
+from aotcache.store.objects import ORIGIN, ObjectStore
+from aotcache.trust import SigningKey, sign, trusted_keys
+from aotcache.types import CacheKey, Digest, Miss
+from tests.runtime import artifacts
+from tests.runtime.artifacts import Artifact, inputs
+
+_dlopened: list[str] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _watch_dlopen() -> None:
+    """Hooks of this kind stay for good."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "ctypes.dlopen":
+            _dlopened.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return artifacts.pair(tmp_path_factory)
+
+
+@pytest.fixture
+def manifest(pair: Artifact, request: pytest.FixtureRequest) -> Manifest:
+    """Under a key of the test's own: the registry is the process's."""
+    return pair.renamed(request.node.name)
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SigningKey:
+    """The one key that is trusted in this test."""
+    monkeypatch.setenv("AOTCACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AOTCACHE_CONFIG_HOME", str(tmp_path / "config"))
+    made = SigningKey.generate()
+    trusted_keys(settings()).add(made.public, "builder")
+    return made
+
+
+@dataclass
+class Place:
+    """A store as a worker opens it, and a way to put anything there past all checks.
+
+    Attributes:
+        worker: What the worker reads from.
+        behind: The objects themselves.
+        home: The worker's home.
+    """
+
+    worker: Store
+    behind: ObjectStore
+    home: Path
+
+    def put(self, key: CacheKey, document: bytes, manifest: Manifest, archive: bytes) -> None:
+        digest = manifest.digest
+        self.behind._client.put(f"blobs/{digest[:2]}/{digest}", archive, create=False)
+        self.behind._client.put(f"refs/{key[:2]}/{key}/{manifest.variant}.json", document, create=False)
+
+    def resolver(self) -> Resolver:
+        return Resolver(self.worker, self.home, host.host_facts(), None, Stats())
+
+    def opened(self) -> list[str]:
+        """Libraries of this test's home that were opened."""
+        return [path for path in _dlopened if path.startswith(str(self.home))]
+
+    def fetched(self) -> list[Path]:
+        """Whatever came of the archive to this host."""
+        return [p for p in self.home.rglob("*") if p.is_file() and p.suffix in (".so", ".pt2")] + [
+            p for p in self.home.rglob("blobs/*/*") if p.is_file()
+        ]
+
+
+def _memory(tmp_path: Path) -> Iterator[Place]:
+    store = open_store(f"memory:///{hashlib.sha256(str(tmp_path).encode()).hexdigest()}")
+    assert isinstance(store, ObjectStore)
+    yield Place(store, store, tmp_path / "home")
+
+
+def _copies(tmp_path: Path) -> Iterator[Place]:
+    """A directory of copies: what lies in a local tier."""
+    root = tmp_path / "copies"
+    root.mkdir(mode=0o700)
+    (root / ORIGIN).write_text("https://cache.example.org")
+    store = open_store(root)
+    assert isinstance(store, ObjectStore)
+    yield Place(store, store, tmp_path / "home")
+
+
+KINDS: dict[str, Callable[[Path], Iterator[Place]]] = {"memory": _memory, "copies": _copies}
+
+
+@pytest.fixture(params=sorted(KINDS))
+def place(request: pytest.FixtureRequest, tmp_path: Path, key: SigningKey) -> Iterator[Place]:
+    yield from KINDS[request.param](tmp_path)
+
+
+def test_what_a_trusted_key_signed_is_opened_and_runs(
+    place: Place, pair: Artifact, manifest: Manifest, key: SigningKey
+) -> None:
+    place.put(manifest.key, sign(manifest, key).document(), manifest, pair.archive.read_bytes())
+    answer = place.resolver().by_key(manifest.key)
+    assert isinstance(answer, Resolved)
+    assert len(place.opened()) == 2
+    assert len(answer.executable.train(inputs(1))) == 3
+
+
+Forge = Callable[[Manifest, SigningKey], bytes]
+
+
+def _by_a_stranger(manifest: Manifest, key: SigningKey) -> bytes:
+    return sign(manifest, SigningKey.generate()).document()
+
+
+def _under_a_trusted_name(manifest: Manifest, key: SigningKey) -> bytes:
+    envelope = sign(manifest, SigningKey.generate()).envelope
+    assert envelope is not None
+    (made,) = envelope.signatures
+    return replace(envelope, signatures=(Signature(key.public.fingerprint, made.sig),)).to_json()
+
+
+def _with_another_payload(manifest: Manifest, key: SigningKey) -> bytes:
+    """A signature that is good, in front of members that it was not made for."""
+    envelope = sign(manifest, key).envelope
+    assert envelope is not None
+    other = replace(manifest, members=dict.fromkeys(manifest.members, Digest("f" * 64)))
+    return replace(envelope, payload=other.to_json()).to_json()
+
+
+def _of_another_type(manifest: Manifest, key: SigningKey) -> bytes:
+    """What the key signed was never said to be a manifest."""
+    bare = Envelope(manifest.to_json(), (), "text/plain")
+    signature = Signature(key.public.fingerprint, key.sign(bare.signed_bytes))
+    return Envelope(manifest.to_json(), (signature,)).to_json()
+
+
+def _with_no_signature(manifest: Manifest, key: SigningKey) -> bytes:
+    return Envelope(manifest.to_json(), ()).to_json()
+
+
+def _of_another_key(manifest: Manifest, key: SigningKey) -> bytes:
+    """Another entry, validly signed, under this one's key."""
+    parts = manifest.components
+    other = make_other(manifest)
+    assert other.components != parts
+    return sign(other, key).document()
+
+
+def _rekeyed(manifest: Manifest, key: SigningKey) -> bytes:
+    """Another entry whose manifest says this one's key, and is signed so."""
+    return sign(replace(make_other(manifest), key=manifest.key), key).document()
+
+
+def make_other(manifest: Manifest) -> Manifest:
+    return Artifact(manifest, Path(), open_store("memory:///unused")).renamed("another")
+
+
+FORGERIES = (
+    _by_a_stranger,
+    _under_a_trusted_name,
+    _with_another_payload,
+    _of_another_type,
+    _with_no_signature,
+    _of_another_key,
+    _rekeyed,
+)
+
+
+@pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__.strip("_"))
+def test_what_no_trusted_key_signed_is_a_miss_and_not_one_byte_of_it_is_fetched(
+    place: Place, pair: Artifact, manifest: Manifest, key: SigningKey, forge: Forge
+) -> None:
+    document = forge(manifest, key)
+    place.put(manifest.key, document, manifest, pair.archive.read_bytes())
+    answer = place.resolver().by_key(manifest.key)
+    assert isinstance(answer, Miss), answer
+    try:
+        read = Manifest.from_json(document, where="here")
+    except StoreError:
+        pass  # nothing that could be opened
+    else:
+        if read.key == manifest.key:
+            assert "trust" in answer.reason
+            with pytest.raises(RejectedArtifact, match="opening an artifact runs its code"):
+                registry.open_artifact(read, place.worker, place.home)
+    assert place.opened() == []
+    assert place.fetched() == []
+
+
+def test_a_miss_names_the_key_and_the_command(place: Place, pair: Artifact, manifest: Manifest) -> None:
+    stranger = SigningKey.generate()
+    place.put(manifest.key, sign(manifest, stranger).document(), manifest, pair.archive.read_bytes())
+    answer = place.resolver().by_key(manifest.key)
+    assert isinstance(answer, Miss)
+    assert f"it is signed by {stranger.public.fingerprint}" in answer.reason
+    assert "aotcache trust add" in answer.reason
+
+
+def test_an_archive_that_is_not_the_signed_one_is_never_opened(
+    place: Place, pair: Artifact, manifest: Manifest, key: SigningKey
+) -> None:
+    data = bytearray(pair.archive.read_bytes())
+    data[len(data) // 2] ^= 1
+    place.put(manifest.key, sign(manifest, key).document(), manifest, bytes(data))
+    with pytest.raises(CorruptArtifact, match=manifest.digest):
+        place.resolver().by_key(manifest.key)
+    assert place.opened() == []
+
+
+def test_signed_members_that_are_not_the_archives_are_never_opened(
+    place: Place, pair: Artifact, manifest: Manifest, key: SigningKey
+) -> None:
+    other = replace(manifest, members=dict.fromkeys(manifest.members, Digest("f" * 64)))
+    place.put(manifest.key, sign(other, key).document(), manifest, pair.archive.read_bytes())
+    with pytest.raises(CorruptArtifact, match="f" * 64):
+        place.resolver().by_key(manifest.key)
+    assert place.opened() == []
+
+
+def test_a_manifest_changed_between_its_check_and_its_opening_is_rejected(
+    place: Place, pair: Artifact, manifest: Manifest, key: SigningKey
+) -> None:
+    signed = sign(manifest, key)
+    place.put(manifest.key, signed.document(), manifest, pair.archive.read_bytes())
+    assert signed.envelope is not None
+    other = replace(manifest, runner="torch").with_envelope(signed.envelope)
+    with pytest.raises(RejectedArtifact, match="another manifest than the one in use"):
+        place.resolver().open(other)
+    assert place.opened() == []
+
+
+class Forgetting:
+    """The store, whose user stops trusting the builder while the archive comes."""
+
+    def __init__(self, store: Store, key: SigningKey) -> None:
+        self._store, self._key = store, key
+
+    def blob_path(self, digest: Digest) -> Path | None:
+        trusted_keys(settings()).remove(self._key.public.fingerprint)
+        return self._store.blob_path(digest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_key_removed_while_the_archive_comes_opens_nothing(
+    place: Place, pair: Artifact, manifest: Manifest, key: SigningKey
+) -> None:
+    signed = sign(manifest, key)
+    place.put(manifest.key, signed.document(), manifest, pair.archive.read_bytes())
+    store: Any = Forgetting(place.worker, key)
+    with pytest.raises(RejectedArtifact, match="no trusted key signed it"):
+        registry.open_artifact(signed, store, place.home)
+    assert place.opened() == []
+
+
+def _unsigned(tmp_path: Path, pair: Artifact, manifest: Manifest) -> Place:
+    (place,) = _copies(tmp_path)
+    place.put(manifest.key, manifest.to_json(), manifest, pair.archive.read_bytes())
+    return place
+
+
+def test_an_unsigned_copy_of_elsewhere_is_a_miss(
+    tmp_path: Path, pair: Artifact, manifest: Manifest, key: SigningKey
+) -> None:
+    place = _unsigned(tmp_path, pair, manifest)
+    answer = place.resolver().by_key(manifest.key)
+    assert isinstance(answer, Miss)
+    assert "nobody signed it, and it was not built here" in answer.reason
+    assert "AOTCACHE_TRUST_UNSIGNED=1" in answer.reason
+    with pytest.raises(RejectedArtifact, match="nobody signed it"):
+        registry.open_artifact(manifest, place.worker, place.home)
+    assert place.opened() == []
+    assert place.fetched() == []
+
+
+def test_an_unsigned_artifact_of_this_hosts_own_store_is_opened(
+    pair: Artifact, manifest: Manifest, tmp_path: Path, key: SigningKey
+) -> None:
+    assert pair.store.own
+    _, first = registry.open_artifact(manifest, pair.store, tmp_path / "home")
+    assert first
+
+
+def test_trust_in_unsigned_artifacts_opens_them_with_one_warning_that_names_them(
+    tmp_path: Path,
+    pair: Artifact,
+    manifest: Manifest,
+    key: SigningKey,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    place = _unsigned(tmp_path, pair, manifest)
+    monkeypatch.setenv("AOTCACHE_TRUST_UNSIGNED", "1")
+    resolver = place.resolver()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert isinstance(resolver.by_key(manifest.key), Resolved)
+    (record,) = caplog.records
+    assert all(text in record.getMessage() for text in (manifest.digest, manifest.key, place.worker.url))
+    assert "AOTCACHE_TRUST_UNSIGNED" in record.getMessage()
+
+
+def test_of_two_variants_the_trusted_one_is_opened(
+    place: Place, pair: Artifact, manifest: Manifest, key: SigningKey
+) -> None:
+    """The other one asks more of the CPU, and would be taken for that."""
+    features = (*manifest.host.cpu_features, "sse2", "avx")
+    better = replace(
+        manifest,
+        target=replace(manifest.target, arch="x86_64-avx512"),
+        host=replace(manifest.host, cpu_features=features),
+    )
+    archive = pair.archive.read_bytes()
+    place.put(manifest.key, sign(manifest, key).document(), manifest, archive)
+    place.put(manifest.key, sign(better, SigningKey.generate()).document(), better, archive)
+    answer = place.resolver().by_key(manifest.key)
+    assert isinstance(answer, Resolved)
+    assert answer.executable.manifest == manifest
+
+
+class Unreachable:
+    """A store that cannot be reached, or whose archives cannot."""
+
+    own = False
+    url = "https://cache.example.org"
+
+    def __init__(self, known: Manifest | None = None) -> None:
+        self._known = known
+
+    def lookup(self, key: CacheKey) -> list[Manifest]:
+        if self._known is None:
+            raise ServiceUnavailable("https://cache.example.org was not reached within 5 s")
+        return [self._known]
+
+    def blob_path(self, digest: Digest) -> Path | None:
+        raise ServiceUnavailable("https://cache.example.org was not reached within 5 s")
+
+
+@pytest.mark.parametrize("what", ["the entry", "the archive"])
+def test_a_store_out_of_reach_is_a_miss_with_its_reason(
+    manifest: Manifest, key: SigningKey, tmp_path: Path, what: str
+) -> None:
+    store: Any = Unreachable(sign(manifest, key) if what == "the archive" else None)
+    resolver = Resolver(store, tmp_path / "home", host.host_facts(), None, Stats())
+    answer = resolver.by_key(manifest.key)
+    assert isinstance(answer, Miss)
+    assert "was not reached within 5 s" in answer.reason
