@@ -198,7 +198,8 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
     Checks all of the store without KEYs. Nothing is opened, so a bad artifact does no
     harm here. Exit code 1 if anything is wrong.
     """
-    opened = open_store(store)
+    # What lies there is checked, not copies of it.
+    opened = open_store(store, tier=False)
     if keys:
         entries = list({(e.key, e.variant): e for key in keys for e in find(opened, key)}.values())
     else:
