@@ -21,6 +21,10 @@ _OF_THE_LOSS = "num_items_in_batch"
 """What `Trainer` tells the loss, by way of every layer."""
 
 
+_STEPS = 16
+"""Ranks that agree wait for each other."""
+
+
 class AotcacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Attaches the model when training begins, opens what its lock file names, and detaches at the end.
 
@@ -88,6 +92,15 @@ class AotcacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             state,
             f"{self.spec.drafter.name}: opened {found['loads']} artifacts in {found['load_seconds']:.2f} s",
         )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """With `on_miss="request"`, run from this step on what has come; ranks look every 16 steps."""
+        if self.handle is None or self.handle.requests is None:
+            return
+        if not _is_one_of_many():
+            self.handle.refresh()
+        elif state.global_step % _STEPS == 0:
+            self.handle.refresh(group="world")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the receipt and detach."""

@@ -8,14 +8,13 @@ of an attached model is attached to its own weights. Pickling drops the attachme
 from __future__ import annotations
 
 import logging
-import shlex
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -31,11 +30,12 @@ from aotcache.graph.structure import ATTACHED
 from aotcache.lockfile import LockedCell, lock_path, read_lock
 from aotcache.recorded import output_path
 from aotcache.runtime import prefetch as prefetching
+from aotcache.runtime import request as requesting
 from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing
 from aotcache.runtime.dispatch import Records, make_record
 from aotcache.runtime.flex import add_handle, remove_handle
-from aotcache.runtime.resolve import RECORD_LINE, Resolved, Resolver, explain
+from aotcache.runtime.resolve import Resolved, Resolver, explain, warm_line
 from aotcache.runtime.stats import Stats
 from aotcache.spec import CompileOptions, Spec, load_spec
 from aotcache.store import open_store
@@ -44,11 +44,12 @@ from aotcache.types import Miss
 if TYPE_CHECKING:
     from aotcache.runtime.prefetch import Group
     from aotcache.runtime.record import Recorder
+    from aotcache.runtime.request import Requests
     from aotcache.store.base import Store
 
 logger = logging.getLogger(__name__)
 
-OnMiss = Literal["raise", "eager", "record"]
+OnMiss = Literal["raise", "eager", "record", "request"]
 
 _GRAD_MODE = frozenset(
     {"grad_fn", "is_grad_enabled", "is_inference", "is_inference_mode_enabled", "is_leaf", "requires_grad"}
@@ -105,7 +106,9 @@ class Attachment:
         if isinstance(answer, Miss):
             answer = self._in_training(call, args, kwargs) or answer
         if isinstance(answer, Miss):
-            if self.handle.on_miss == "eager":
+            if self.handle.requests is not None:
+                self.handle.requests.want(call)
+            if self.handle.runs_eagerly:
                 return self._missed(args, kwargs, answer.reason, None)
             self.handle.counters.miss(self.name)
             raise ArtifactMiss(
@@ -138,7 +141,7 @@ class Attachment:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, error: Exception | None
     ) -> Any:
         self.handle.counters.miss(self.name)
-        if self.handle.on_miss != "eager":
+        if not self.handle.runs_eagerly:
             assert error is not None
             raise error
         if self.handle.first_time(self.name, reason):
@@ -220,11 +223,14 @@ class Handle:
         counters: Stats,
         wire: tripwire.Tripwire | None,
         recorder: Recorder | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self.resolver = resolver
         self.recorder = recorder
+        self.requests = requests
         self.options = options
         self.on_miss = on_miss
+        self.runs_eagerly = on_miss in ("eager", "request")
         self.warm_line = warm_line
         self._warms_infer = warms_infer
         self.counters = counters
@@ -283,7 +289,7 @@ class Handle:
         With a group, all its ranks must call this before their first step, for one drafter
         after another, as with any collective. They exchange what each of them has and run
         the same archives from then on. What any rank lacks is an error on all of them, the
-        same one, or with `on_miss="eager"` runs eagerly on all of them.
+        same one, or with `on_miss="eager"` and "request" runs eagerly on all of them.
 
         Args:
             group: A `torch.distributed.ProcessGroup`, or "world"; its timeout counts.
@@ -308,6 +314,8 @@ class Handle:
             warm_line=self.warm_line,
             group=group,
         )
+        if group is not None and self.requests is not None:
+            self.resolver.hold()  # what comes later goes through `refresh`
         with self._lock:
             everywhere = list(self._attachments)
         for attachment in everywhere:
@@ -317,9 +325,23 @@ class Handle:
                 self.first_time(attachment.name, reason)  # all of them were logged as one
         return self.stats()
 
-    def refresh(self) -> None:
-        """Look at the store again for what was missing so far."""
-        self.resolver.forget_misses()
+    def refresh(self, *, group: Group | None = None) -> None:
+        """Look at the store again for what was missing so far; with `on_miss="request"`, run from
+        now on what has come from the service. Call it between two steps.
+
+        With a group all its ranks must call this at the same step, as with any collective: they
+        swap in exactly what every one of them has ready, and ask for what any of them misses.
+
+        Args:
+            group: A `torch.distributed.ProcessGroup`, or "world"; with `on_miss="request"` alone.
+
+        Raises:
+            ConfigError: in a group, on all ranks: not all of them request, or this rank is not in it.
+        """
+        if group is None and self.requests is None:
+            self.resolver.forget_misses()
+        else:
+            requesting.refresh(self.resolver, self.requests, self.on_miss, group)
 
     def detach(self) -> None:
         """Give every module its own forward back. Calls that run meanwhile end as they began.
@@ -328,6 +350,8 @@ class Handle:
         """
         if self.recorder is not None:
             self.recorder.close()
+        if self.requests is not None:
+            self.requests.close()
         if self.attached:
             self.attached = False
             remove_handle(self)
@@ -374,7 +398,8 @@ def attach(
         on_miss: What a call does that nothing in the store covers: "raise"
             ArtifactMiss, or "eager": run without an artifact, and without tracing.
             "record" runs every call so, and writes `<spec>.recorded.toml`, from which
-            `aotcache warm` builds what the run called.
+            `aotcache warm` builds what the run called. "request" runs it so too, and asks the
+            service to build it; `refresh` swaps in what has come.
         lock: A lock file whose digests alone are accepted. `<spec>.lock` is used by
             `prefetch` when it lies beside the spec; it restricts only when named here.
         forbid_tracing: Where an attempt to trace raises TracingForbidden until
@@ -387,8 +412,8 @@ def attach(
         SpecError: the spec is wrong, or a region pattern matches nothing.
         ManifestError: the lock file cannot be read.
     """
-    if on_miss not in ("raise", "eager", "record"):
-        raise ConfigError(f"on_miss is {on_miss!r}, expected 'raise', 'eager' or 'record'")
+    if on_miss not in get_args(OnMiss):
+        raise ConfigError(f"on_miss is {on_miss!r}, expected 'raise', 'eager', 'record' or 'request'")
     if forbid_tracing not in ("process", "thread", None):
         raise ConfigError(f"forbid_tracing is {forbid_tracing!r}, expected 'process', 'thread' or None")
     spec = spec if isinstance(spec, Spec) else load_spec(spec)
@@ -408,6 +433,7 @@ def attach(
         counters,
     )
     recorder = _recorder(spec, settings) if on_miss == "record" else None
+    requests = requesting.requests_for(spec, resolver, counters) if on_miss == "request" else None
     # Last: what is refused above must leave no wire behind, which nobody could close.
     wire = tripwire.install(forbid_tracing) if forbid_tracing is not None else None
     if recorder is not None:
@@ -421,7 +447,8 @@ def attach(
         lock_cells=cells,
         wire=wire,
         recorder=recorder,
-        warm_line=_warm_line(spec, None if store is None else opened.url),
+        requests=requests,
+        warm_line=warm_line(spec, None if store is None else opened.url),
         warms_infer=spec.drafter.batch is None or "infer" in spec.drafter.modes,
     ).enter()
 
@@ -439,13 +466,6 @@ def unattached() -> Handle:
         wire=None,
         warm_line="aotcache warm <spec>",
     )
-
-
-def _warm_line(spec: Spec, url: str | None) -> str:
-    """What builds what is missing."""
-    if spec.drafter.batch is None and spec.drafter.calls is None:
-        return RECORD_LINE
-    return shlex.join(["aotcache", "warm", str(spec.path), *([] if url is None else ["--store", url])])
 
 
 def _recorder(spec: Spec, settings: Settings) -> Recorder:

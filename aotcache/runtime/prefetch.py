@@ -90,7 +90,7 @@ def prefetch(
         ArtifactMiss: a cell is lacking here; in a group: on any rank, and then all raise it.
         AotcacheError: in a group, on all ranks: one of them failed, or they would not run alike.
     """
-    ranks = None if group is None else _ranks(group)
+    ranks = None if group is None else _ranks(group, "prefetch")
     report = _Report(on_miss, warm_line, resolver.store.url)
     opened, failures = _open_wanted(report, resolver, regions, locked)
     denied: dict[CacheKey, str] | None = None
@@ -105,6 +105,42 @@ def prefetch(
     return frozenset(denied.values()) if denied else frozenset()
 
 
+def agree_on_ready(
+    group: Group,
+    on_miss: str,
+    store: str,
+    have: Mapping[CacheKey, Digest],
+    wanted: Mapping[CacheKey, tuple[str, str]],
+) -> tuple[set[CacheKey], dict[CacheKey, tuple[str, str]]]:
+    """Tell the other ranks what is ready here, and learn what all have.
+
+    Args:
+        group: The ranks; all of them must call this.
+        on_miss, store: This rank's own.
+        have: Digest of what runs or could run here, by key.
+        wanted: Region and device type of each key that was missed here.
+
+    Returns:
+        The keys that every rank has with the same digest, and all that any rank misses.
+
+    Raises:
+        ConfigError: on all ranks: not all of them request, or this one is not in the group.
+    """
+    ranks = _ranks(group, "refresh")
+    own = _Report(on_miss, "", store, have=dict(have), need=sorted(wanted), cells=dict(wanted))
+    reports = _exchange(own, group)
+    _require_one_reaction(reports, ranks)
+    if on_miss != "request":
+        raise ConfigError(
+            f'refresh(group=...) is for on_miss="request", found {on_miss!r}: with it ranks agree on artifacts that '
+            "come in the middle of a run; what is there before goes through prefetch(group=...)"
+        )
+    first = reports[0].have
+    agreed = {key for key, digest in first.items() if all(r.have.get(key) == digest for r in reports)}
+    missed = {key: report.cells[key] for report in reports for key in report.need}
+    return agreed, {key: (region, device) for key, (region, device) in missed.items()}
+
+
 def agree_to_record(group: Group, store: str) -> None:
     """What a rank that records does where the others prefetch: nobody waits for it, and all must record.
 
@@ -112,21 +148,21 @@ def agree_to_record(group: Group, store: str) -> None:
         ConfigError: not all of the group's ranks record, or this one is not in it.
         AotcacheError: another rank failed.
     """
-    ranks = _ranks(group)
+    ranks = _ranks(group, "prefetch")
     _agree(_exchange(_Report("record", "", store), group), ranks, ())
 
 
-def _ranks(group: Group) -> list[int]:
-    """The global ranks of a group's members, by their place in it."""
+def _ranks(group: Group, what: str) -> list[int]:
+    """The global ranks of a group's members, by their place in it; `what` was called with it."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            f"prefetch(group={group!r}): this process is in no process group; call "
+            f"{what}(group={group!r}): this process is in no process group; call "
             "torch.distributed.init_process_group first, or leave group out"
         )
     found = _member(group)
     if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
         raise ConfigError(
-            f"prefetch(group={group!r}): expected 'world' or a torch.distributed.ProcessGroup that rank "
+            f"{what}(group={group!r}): expected 'world' or a torch.distributed.ProcessGroup that rank "
             f"{dist.get_rank()}, which this is, belongs to"
         )
     return dist.get_process_group_ranks(found)
@@ -304,10 +340,18 @@ def _raise_failures(reports: Sequence[_Report], ranks: Sequence[int], own: Seque
 
 def _require_alike(reports: Sequence[_Report], ranks: Sequence[int]) -> None:
     """One reaction to a miss, and one archive for each key."""
+    _require_one_reaction(reports, ranks)
+    _require_one_archive(reports, ranks)
+
+
+def _require_one_reaction(reports: Sequence[_Report], ranks: Sequence[int]) -> None:
     settings = {report.on_miss: rank for report, rank in zip(reports, ranks, strict=True)}
     if len(settings) > 1:
         found = ", ".join(f"{mode!r} on rank {rank}" for mode, rank in sorted(settings.items()))
         raise ConfigError(f"on_miss is {found}, expected the same on every rank of the group")
+
+
+def _require_one_archive(reports: Sequence[_Report], ranks: Sequence[int]) -> None:
     first: dict[CacheKey, tuple[int, Digest]] = {}
     for report, rank in zip(reports, ranks, strict=True):
         for key, digest in sorted(report.have.items()):

@@ -8,6 +8,7 @@ reached is a miss as well: what to do about it is `on_miss`'s to say.
 from __future__ import annotations
 
 import re
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from aotcache.manifest import Manifest
     from aotcache.runtime.function import Executable
+    from aotcache.spec import Spec
     from aotcache.store.base import Store
 
 _STRIDES = re.compile(r"strides \([^)]*\)")
@@ -76,6 +78,7 @@ class Resolver:
         self._answers: dict[CacheKey, Resolved | Miss] = {}
         self._known: dict[str, Manifest] = {}
         self._denied: dict[CacheKey, str] = {}
+        self._held = False
         self._lock = threading.Lock()
 
     def resolve(self, call: Call) -> Resolved | Miss:
@@ -91,8 +94,8 @@ class Resolver:
         """
         answer = self._answers.get(call.parts.key)
         if answer is None:
-            answer = self._look(call)
-            self._answers[call.parts.key] = answer
+            found = self._look(call)
+            answer = self._answers.setdefault(call.parts.key, found)  # what `swap` put there meanwhile is newer
         return answer
 
     def _look(self, call: Call) -> Resolved | Miss:
@@ -115,6 +118,9 @@ class Resolver:
         denied = self._denied.get(key)
         if denied is not None:
             return Miss(denied)
+        if self._held:
+            answer = self._answers.get(key)
+            return answer if isinstance(answer, Resolved) else Miss("the ranks have not agreed on it yet")
         try:
             manifests = self.store.lookup(key)
         except StoreError as error:
@@ -162,8 +168,13 @@ class Resolver:
                 problems.append(f"archive {manifest.digest[:12]} is not trusted: {problem}")
         return trusted, problems
 
-    def open(self, manifest: Manifest) -> Resolved | Miss:
-        """Open one artifact, or find it open; a miss where its archive is out of reach."""
+    def open(self, manifest: Manifest, *, ahead: bool = False) -> Resolved | Miss:
+        """Open one artifact, or find it open; a miss where its archive is out of reach.
+
+        Args:
+            manifest: As the store gave it.
+            ahead: No call is to be served by it before `swap`.
+        """
         started = time.perf_counter()
         try:
             executable, loaded = registry.open_artifact(manifest, self.store, self.home)
@@ -175,8 +186,8 @@ class Resolver:
             return Miss(f"archive {manifest.digest} is gone from there: {error}")
         if loaded:
             self.stats.loaded(manifest.region, time.perf_counter() - started, manifest.size, manifest.runner)
-        with self._lock:
-            self._known.setdefault(_strides_aside(manifest.parts), manifest)
+        if not ahead:
+            self.know([manifest])
         return Resolved(executable)
 
     def know(self, manifests: Iterable[Manifest]) -> None:
@@ -201,6 +212,23 @@ class Resolver:
         with self._lock:
             self._known = {text: m for text, m in self._known.items() if m.key not in self._denied}
         self._answers = {**self._answers, **{k: a for k, a in opened.items() if k not in self._denied}}
+
+    def hold(self) -> None:
+        """From now on look into the store for nothing by itself: only what `settle` and `swap` bring is served."""
+        self._held = True
+
+    @property
+    def served(self) -> dict[CacheKey, Digest]:
+        """Digest of the archive that answers each key."""
+        found = list(self._answers.items())
+        return {key: a.executable.manifest.digest for key, a in found if isinstance(a, Resolved)}
+
+    def swap(self, opened: Mapping[CacheKey, Resolved]) -> None:
+        """Serve from now on what was opened ahead, in the place of misses, also of those that were denied."""
+        if opened:
+            self._denied = {key: why for key, why in self._denied.items() if key not in opened}
+            self.know(answer.executable.manifest for answer in opened.values())
+            self._answers = {**self._answers, **opened}
 
     def forget_misses(self) -> None:
         """Look at the store again for what was missing."""
@@ -294,6 +322,13 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
         lines += found.lines("this call", most=_NEAREST)
     lines.append(_way_out([] if found is None else found.differences, warm_line))
     return "\n".join(lines)
+
+
+def warm_line(spec: Spec, url: str | None) -> str:
+    """The command that builds what is missing of a spec in the store at `url`."""
+    if spec.drafter.batch is None and spec.drafter.calls is None:
+        return RECORD_LINE
+    return shlex.join(["aotcache", "warm", str(spec.path), *([] if url is None else ["--store", url])])
 
 
 def _way_out(differences: list[str], warm_line: str) -> str:

@@ -19,6 +19,7 @@ class Stats:
         self._bytes: Counter[str] = Counter()
         self._seconds = 0.0
         self._runners: dict[str, str] = {}
+        self._requests = (0, 0, 0)
 
     def hit(self, region: str) -> None:
         """A call was run by an artifact."""
@@ -52,6 +53,11 @@ class Stats:
             self._bytes[region] += size
             self._runners[region] = runner
 
+    def requests(self, requested: int, pending: int, failed: int) -> None:
+        """How many keys were asked of the service so far, are on their way, and cannot be had."""
+        with self._lock:
+            self._requests = (requested, pending, failed)
+
     def snapshot(self, *, traces: int) -> dict[str, Any]:
         """A copy of all counters."""
         with self._lock:
@@ -67,6 +73,9 @@ class Stats:
                 "load_seconds": self._seconds,
                 "bytes": sum(self._bytes.values()),
                 "traces": traces,
+                "requested": self._requests[0],
+                "pending": self._requests[1],
+                "failed": self._requests[2],
                 "regions": {
                     name: {
                         "hits": hits[name],

@@ -209,8 +209,13 @@ class LeasingStore(Protocol):
 
 def service_of(store: Store) -> BuildService | None:
     """The service behind a store, or None where there is none."""
-    session = getattr(getattr(store, "remote", store), "session", None)
-    return None if session is None else BuildService(session)
+    if store.own:
+        return None
+    from aotcache.store.http import HttpStore  # which most programs need not load
+    from aotcache.store.tiered import TieredStore
+
+    remote = store.remote if isinstance(store, TieredStore) else store
+    return BuildService(remote.session) if isinstance(remote, HttpStore) else None
 
 
 def leasing(store: Store) -> LeasingStore:
