@@ -67,9 +67,10 @@ class PublicKey:
         except (binascii.Error, ValueError):
             raw = b""
         if len(raw) != 32:
+            # What was given is not shown: it may be the other half of a key.
             raise ConfigError(
-                f"{text.strip()[:60]!r} is not a public key: expected the base64 text of 32 bytes, which "
-                "aotcache keygen prints"
+                f"not a public key: expected the base64 text of 32 bytes, which aotcache keygen prints, found "
+                f"{len(text.strip())} characters that are none"
             )
         return cls(raw)
 

@@ -134,7 +134,11 @@ def _given(source: str, name: str | None) -> Offered:
         if len(source) < _LARGEST and Path(source).exists():
             raise ConfigError(f"cannot read {source}: {error.strerror}") from error
         text, is_file = source, False  # too long for a file's name: a text
-    public = PublicKey.from_text(text)
+    try:
+        public = PublicKey.from_text(text)
+    except ConfigError as error:
+        where = f"{path}:" if is_file else "KEY is no file, and"
+        raise ConfigError(f"{where} {error}") from error
     return Offered(name or (path.stem if is_file else public.fingerprint[:20]), public)
 
 
