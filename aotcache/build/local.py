@@ -11,6 +11,7 @@ from pathlib import Path
 
 from aotcache.build.leases import Heartbeat, give_back, take
 from aotcache.build.plan import Cell, Plan, make_plan
+from aotcache.build.remote import build_remotely, service_for
 from aotcache.build.report import Built, Progress, WarmReport
 from aotcache.build.session import Session, open_session
 from aotcache.compile.sandbox import Sandbox
@@ -48,6 +49,7 @@ def warm(
     jobs: int = 1,
     force: bool = False,
     targets: Sequence[str] | None = None,
+    remote: bool = False,
     progress: Progress | None = None,
 ) -> WarmReport:
     """Build and publish everything a spec asks for that the store does not have.
@@ -58,6 +60,8 @@ def warm(
         jobs: How many builder processes run at once.
         force: Build also what is covered, in its place.
         targets: Targets instead of those of the spec, e.g. `cpu:x86_64-avx2`.
+        remote: Have the service that is the store build, by the spec that is registered there
+            under the same name; this host only captures the drafter, to know what is missing.
         progress: A display.
 
     Returns:
@@ -65,21 +69,29 @@ def warm(
         Where all are covered the lock file is written beside the spec.
 
     Raises:
-        SpecError: the spec is wrong.
-        ConfigError: the store is not this user's own, and there is no key to sign with.
+        SpecError: the spec is wrong; with `remote`, the service has none of its name.
+        ConfigError: the store is not this user's own, and there is no key to sign with; with `remote`,
+            it is no service, or `jobs` or `force` is given, which are the service's to decide.
         CaptureError, UnsupportedGraph, Unfingerprintable: the drafter cannot be captured.
         BuilderDied: the builder process died while capturing.
     """
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}, expected at least 1")
+    if remote and (force or jobs != 1):
+        raise ConfigError("remote builds are the service's: neither jobs nor force can be given for them")
     started = time.perf_counter()
     with open_session(spec, store, targets, progress) as session:
-        session.prepare_to_publish()
+        service = service_for(session) if remote else None
+        if service is None:
+            session.prepare_to_publish()
         with session.sandbox() as first:
             before = session.plan(first)
             todo = _unique(before) if force else before.missing
             session.tell(lambda p: p.planned(before, todo))
-            built = _build(session, todo, first, jobs, force)
+            if service is None:
+                built = _build(session, todo, first, jobs, force)
+        if service is not None:
+            built = build_remotely(session, service, todo)
         after = make_plan([row.cell for row in before], session.store, session.toolchain)
         lock = None if after.missing else session.write_lock(after.rows)
     return WarmReport(after, tuple(built), time.perf_counter() - started, lock)

@@ -24,10 +24,10 @@ from aotcache.cli.output import (
     print_lines,
     print_table,
 )
+from aotcache.errors import AotcacheError
 
 if TYPE_CHECKING:
     from aotcache.build import Cell, Plan, WarmReport
-    from aotcache.errors import AotcacheError
 
 _SHORT = 12
 
@@ -56,8 +56,9 @@ class WarmProgress:
 
 
 def warm(
-    spec: Annotated[
-        Path | None, typer.Argument(metavar="SPEC", help="The spec.  [default: aotcache.toml]")
+    specs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="SPEC...", help="Specs, one after the other.  [default: aotcache.toml]"),
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only show every cell: covered or missing.")] = False,
     check: Annotated[
@@ -69,34 +70,74 @@ def warm(
         list[str] | None,
         typer.Option(metavar="TARGET", help="Build for these instead of the spec's, e.g. cpu:x86_64-avx2."),
     ] = None,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Have the service that is the store build what is missing.")
+    ] = False,
     store: StoreOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Build and publish what a spec asks for and the store does not have.
+    """Build and publish what specs ask for and the store does not have.
 
     One key is built once, whichever layers share it. Where all is covered, the lock file is
-    written beside the spec. Exit code 1 if a build failed; the others are published.
+    written beside the spec. Exit code 1 if a build failed; the others are published. Of several
+    specs, one that fails keeps none of the others from being built; with --json there is a list.
     """
+    meet(store)
+    wanted: list[Path | None] = list(specs) if specs else [None]
+    several = len(wanted) > 1
+    reports: list[dict[str, Any]] = []
+    failed = False
+    for spec in wanted:
+        if several and not as_json:
+            print_lines([f"{spec}:"])
+        try:
+            made, report = _one(spec, plan or check, store, jobs, force, target, remote)
+        except AotcacheError as error:
+            if not several:
+                raise
+            failed = True
+            reports.append({"spec": str(spec), "error": _error_json(error)})
+            if not as_json:
+                err().print(f"[bold red]{type(error).__name__}[/]:", end=" ")
+                err().print(str(error), markup=False)
+            continue
+        failed = failed or (report is not None and not report.ok) or (check and bool(made.missing))
+        if as_json:
+            cells = {"cells": [row.to_json() for row in made], "missing": len(made.missing)}
+            reports.append(({"spec": str(spec)} if several else {}) | cells | _report_json(report))
+        elif report is None:
+            _print_plan(made, spec, store)
+        else:
+            _print_report(report)
+    if as_json:
+        emit_json(reports if several else reports[0])
+    if failed:
+        raise typer.Exit(1)
+
+
+def _one(
+    spec: Path | None,
+    only_plan: bool,
+    store: str | None,
+    jobs: int,
+    force: bool,
+    target: list[str] | None,
+    remote: bool,
+) -> tuple[Plan, WarmReport | None]:
     from aotcache import build
 
-    meet(store)
     with Progress("warm") as display:
         progress = WarmProgress(display)
-        if plan or check:
-            made = build.plan(spec, store=store, targets=target, progress=progress)
-            report = None
-        else:
-            report = build.warm(spec, store=store, jobs=jobs, force=force, targets=target, progress=progress)
-            made = report.plan
-    if as_json:
-        cells = {"cells": [row.to_json() for row in made], "missing": len(made.missing)}
-        emit_json(cells | _report_json(report))
-    elif report is None:
-        _print_plan(made, spec, store)
-    else:
-        _print_report(report)
-    if (report is not None and not report.ok) or (check and made.missing):
-        raise typer.Exit(1)
+        if only_plan:
+            return build.plan(spec, store=store, targets=target, progress=progress), None
+        report = build.warm(
+            spec, store=store, jobs=jobs, force=force, targets=target, remote=remote, progress=progress
+        )
+        return report.plan, report
+
+
+def _error_json(error: AotcacheError) -> dict[str, str]:
+    return {"type": type(error).__name__, "message": str(error)}
 
 
 def _report_json(report: WarmReport | None) -> dict[str, Any]:
@@ -116,9 +157,7 @@ def _report_json(report: WarmReport | None) -> dict[str, Any]:
                 "seconds": b.seconds,
                 "digest": None if b.manifest is None else b.manifest.digest,
                 "reused": b.reused,
-                "error": None
-                if b.error is None
-                else {"type": type(b.error).__name__, "message": str(b.error)},
+                "error": None if b.error is None else _error_json(b.error),
             }
             for b in report.built
         ],
