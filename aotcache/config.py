@@ -43,6 +43,7 @@ class Settings(BaseSettings):
             or `postgresql://...`; default `service/aotcache.db` in `home`.
         token: What the service is shown; default: the file `tokens/<host>_<port>` in `config_home`.
         archive_gib: The largest archive that the service takes, in GiB.
+        lease_seconds: How long the service leaves an entry to a builder that gives no sign of life.
         signed_url_seconds: How long the addresses in a bucket are good that the service hands out; 0 to
             hand out none, where clients cannot reach the bucket.
         record: Every `attach` records the calls of its drafter, as with `on_miss="record"`:
@@ -70,6 +71,7 @@ class Settings(BaseSettings):
     token: SecretStr | None = None
     archive_gib: float = Field(default=8.0, gt=0)
     signed_url_seconds: float = Field(default=600.0, ge=0, le=7 * 24 * 3600)
+    lease_seconds: float = Field(default=60.0, ge=1, le=3600)
     record: Path | None = None
     record_run: Path | None = None
 

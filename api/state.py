@@ -43,6 +43,7 @@ class ServiceConfig:
             live token, requests without a token are served.
         blob_bytes: The largest archive taken, in bytes.
         signed_url_seconds: How long the addresses in a bucket are good that it hands out; 0 for none.
+        lease_seconds: How long a builder keeps its build without a sign of life.
         failed_seconds: How long a failed build is remembered.
     """
 
@@ -54,6 +55,7 @@ class ServiceConfig:
     loopback: bool = True
     blob_bytes: int = 8 * GIB
     signed_url_seconds: float = 600.0
+    lease_seconds: float = 60.0
     failed_seconds: float = 600.0
 
 
@@ -73,18 +75,13 @@ class Service:
         self.workers = Workers()
         self.database = Database(config.database)
         self.index = Index(self.database)
-        self.leases = Leases(self.database)
+        self.leases = Leases(self.database, seconds=config.lease_seconds)
         self.builds = Builds(self.database, self.leases, failed_seconds=config.failed_seconds)
         self.tokens = Tokens(self.database)
         self.usage = Usage(self.database)
         self.metrics = Metrics()
         self._specs: dict[str, float] = {}
         self.register(config.specs)
-
-    @property
-    def cacheable(self) -> str:
-        """`public` or `private`: whether caches that several users share may keep a response."""
-        return "public" if self.config.loopback and not self.tokens.any_live() else "private"
 
     @property
     def specs(self) -> dict[str, float]:

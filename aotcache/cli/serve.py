@@ -97,6 +97,7 @@ def serve(
         loopback=is_loopback(host),
         blob_bytes=int(current.archive_gib * GIB),
         signed_url_seconds=current.signed_url_seconds,
+        lease_seconds=current.lease_seconds,
     )
     with ExitStack() as stack:
         base = Database(config.database)
