@@ -33,6 +33,11 @@ class Caller:
     name: str | None
     scopes: frozenset[str]
 
+    @property
+    def cacheable(self) -> str:
+        """Whether caches that several users share may keep the answer; for `Cache-Control`."""
+        return "public" if self.name is None else "private"
+
     def may(self, scope: str) -> bool:
         """Whether the scope is granted, by itself or by `admin`."""
         return scope in self.scopes or "admin" in self.scopes

@@ -41,13 +41,16 @@ router = APIRouter(tags=["blobs"])
     },
 )
 async def download(
-    digest: DigestPath, request: Request, service: ServiceOf, _: Annotated[Caller, Depends(Requires("read"))]
+    digest: DigestPath,
+    request: Request,
+    service: ServiceOf,
+    caller: Annotated[Caller, Depends(Requires("read"))],
 ) -> Response:
     """Immutable: a digest names the same bytes for ever."""
     name = Digest(digest)
     headers = {
         "ETag": f'"{digest}"',
-        "Cache-Control": f"{service.cacheable}, max-age=31536000, immutable",
+        "Cache-Control": f"{caller.cacheable}, max-age=31536000, immutable",
         "Accept-Ranges": "bytes",
         "Vary": "Accept-Encoding",
     }

@@ -28,7 +28,7 @@ from aotcache.types import Digest
 
 T = TypeVar("T")
 
-PIECE = 1 << 20
+PIECE = 1 << 19
 """Bytes read, hashed, written or sent at a time."""
 
 STALL_SECONDS = 60.0
