@@ -162,6 +162,13 @@ class ObstoreClient:
                 )
             except (AlreadyExistsError, FileExistsError):
                 return False
+            except FileNotFoundError:
+                raise StoreError(
+                    f"store {self._url}: {path} cannot be written: there is no such bucket, or the file to "
+                    "write has gone; make the bucket, or correct the address",
+                    url=self._url,
+                    path=path,
+                ) from None
         return True
 
     def list(self, prefix: str) -> Iterator[Info]:

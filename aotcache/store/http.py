@@ -140,7 +140,8 @@ class HttpStore:
                 for entry in entries
             }
             for row in rows:
-                gone = Entry(row.key, row.variant, None, None, 0.0, "the service lists it and has it not")
+                why = f"the service lists it, but its manifest or its archive {row.digest} is gone"
+                gone = Entry(row.key, row.variant, None, None, 0.0, why)
                 yield found.get((row.key, row.variant), gone)
 
     def delete(self, key: CacheKey, variant: Variant | str) -> bool:
