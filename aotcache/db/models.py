@@ -19,6 +19,7 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    PrimaryKeyConstraint,
     String,
     Text,
     UniqueConstraint,
@@ -65,23 +66,25 @@ class Base(DeclarativeBase):
 class ArtifactRow(Base):
     """One ref of the store.
 
-    Each index starts with what is asked for, goes on in the order of pages (key, variant) and holds
-    what the other filters need: a page is found in one index, and only its own rows are read.
+    The primary key holds what `resolve` answers with: on SQLite the table lies in its order, on
+    PostgreSQL these columns ride in its index. Each other index starts with what is asked for, goes
+    on in the order of pages (key, variant) and holds what the other filters need: a page is found in
+    one index, and only its own rows are read.
     """
 
     __tablename__ = "artifacts"
     __table_args__ = (
-        Index("ix_artifacts_resolve", "key", "variant", "digest", "size", "document"),
-        Index("ix_artifacts_page", "key", "variant", "region", "mode", "target", "torch"),
+        PrimaryKeyConstraint("key", "variant", postgresql_include=["digest", "size", "document"]),
         Index("ix_artifacts_region", "region", "key", "variant", "mode", "target", "torch"),
         Index("ix_artifacts_mode", "mode", "key", "variant", "region", "target", "torch"),
         Index("ix_artifacts_target", "target", "key", "variant", "region", "mode", "torch"),
         Index("ix_artifacts_torch", "torch", "key", "variant", "region", "mode", "target"),
         Index("ix_artifacts_digest", "digest"),
+        {"sqlite_with_rowid": False},
     )
 
-    key: Mapped[str] = mapped_column(_HEX64, primary_key=True)
-    variant: Mapped[str] = mapped_column(_VARIANT, primary_key=True)
+    key: Mapped[str] = mapped_column(_HEX64)
+    variant: Mapped[str] = mapped_column(_VARIANT)
     digest: Mapped[str] = mapped_column(_HEX64)
     size: Mapped[int] = mapped_column(BigInteger)
     document: Mapped[str] = mapped_column(_HEX64)
@@ -115,6 +118,7 @@ class UsageRow(Base):
     __table_args__ = (
         ForeignKeyConstraint(["key", "variant"], ["artifacts.key", "artifacts.variant"], ondelete="CASCADE"),
         Index("ix_usage_oldest", "last_used", "key", "variant", "hits"),
+        {"sqlite_with_rowid": False},
     )
 
     key: Mapped[str] = mapped_column(_HEX64, primary_key=True)
@@ -127,6 +131,7 @@ class BlobRow(Base):
     """One archive that entries name."""
 
     __tablename__ = "blobs"
+    __table_args__ = ({"sqlite_with_rowid": False},)
 
     digest: Mapped[str] = mapped_column(_HEX64, primary_key=True)
     size: Mapped[int] = mapped_column(BigInteger)

@@ -38,11 +38,12 @@ def _index_tables() -> None:
         sa.Column("build_seconds", sa.Double(), nullable=False),
         sa.Column("created", sa.Double(), nullable=False),
         sa.Column("modified", sa.Double(), nullable=False),
-        sa.PrimaryKeyConstraint("key", "variant", name="pk_artifacts"),
+        sa.PrimaryKeyConstraint(
+            "key", "variant", name="pk_artifacts", postgresql_include=["digest", "size", "document"]
+        ),
+        sqlite_with_rowid=False,
     )
     for name, columns in {
-        "resolve": ["key", "variant", "digest", "size", "document"],
-        "page": ["key", "variant", "region", "mode", "target", "torch"],
         "region": ["region", "key", "variant", "mode", "target", "torch"],
         "mode": ["mode", "key", "variant", "region", "target", "torch"],
         "target": ["target", "key", "variant", "region", "mode", "torch"],
@@ -73,6 +74,7 @@ def _index_tables() -> None:
             name="fk_usage_key_variant",
             ondelete="CASCADE",
         ),
+        sqlite_with_rowid=False,
     )
     op.create_index("ix_usage_oldest", "usage", ["last_used", "key", "variant", "hits"])
     op.create_table(
@@ -81,6 +83,7 @@ def _index_tables() -> None:
         sa.Column("size", sa.BigInteger(), nullable=False),
         sa.Column("stored", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("digest", name="pk_blobs"),
+        sqlite_with_rowid=False,
     )
 
 
