@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from aotcache.store.base import Store
     from aotcache.store.session import ServiceSession
 
+_MOST_TEXT = 100_000
+_MOST_STAGE = 120
+"""Characters."""
+
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
@@ -136,7 +140,7 @@ class BuildService:
         body = {
             "lease": lease.id,
             "token": lease.token,
-            "stage": stage,
+            "stage": stage[:_MOST_STAGE],
             "expected_seconds": expected_seconds,
         }
         return bool(self.session.json("POST", f"/v1/builds/{quote(id)}/events", body=body)["cancelled"])
@@ -165,8 +169,8 @@ class BuildService:
         body = {
             "lease": lease.id,
             "token": lease.token,
-            "error": None if error is None else {"type": error[0], "message": error[1]},
-            "log": log,
+            "error": None if error is None else {"type": error[0], "message": _plain(error[1])},
+            "log": _plain(log),
             "retry": retry,
         }
         self.session.json("POST", f"/v1/builds/{quote(id)}/finish", body=body)
@@ -221,6 +225,11 @@ def service_of(store: Store) -> BuildService | None:
 def leasing(store: Store) -> LeasingStore:
     """The same store, for one that `service_of` finds a service behind."""
     return cast("LeasingStore", store)
+
+
+def _plain(text: str) -> str:
+    """The end of a text, as JSON and databases can hold it."""
+    return text[-_MOST_TEXT:].encode(errors="replace").decode().replace("\0", "\ufffd")
 
 
 def _build(value: dict[str, Any]) -> Build:

@@ -100,10 +100,7 @@ class HttpStore:
             ServiceError: if the service does not trust the signature, or the token lacks the right.
         """
         check_archive(manifest, archive)
-        if not replace and any(
-            entry.usable is not None and entry.variant == str(manifest.variant)
-            for entry in self._variants(manifest.key)
-        ):
+        if not replace and self._there(manifest) is not None:
             return False
         path = _blob(manifest.digest)
         # Sent in any case to replace: what is there may have gone bad.
@@ -116,7 +113,11 @@ class HttpStore:
             params={"replace": "true"} if replace else None,
             headers=None if lease is None else {"Aotcache-Lease": f"{lease[0]}:{lease[1]}"},
         )
-        return _of(answer, "stored", bool, self.url)
+        if _of(answer, "stored", bool, self.url):
+            return True
+        # An earlier try whose answer was lost has stored it, or the archive made its old ref whole.
+        there = self._there(manifest)
+        return there is not None and there.document() == manifest.document()
 
     def fetch(self, digest: Digest, dest: Path) -> None:
         """See `Store`. What was broken off is gone on with, see `store/download.py`."""
@@ -208,6 +209,11 @@ class HttpStore:
         else:
             self._sizes[manifest.digest] = manifest.size
         return Entry(key, variant, manifest, manifest.size, modified, problem)
+
+    def _there(self, manifest: Manifest) -> Manifest | None:
+        """The entry for a manifest's key and variant."""
+        entries = (entry.usable for entry in self._variants(manifest.key))
+        return next((m for m in entries if m is not None and m.variant == manifest.variant), None)
 
     def _size(self, path: str) -> int | None:
         """Bytes of an archive that the service has; None if it has none."""
