@@ -266,7 +266,11 @@ def _make_file(path: Path) -> None:
     """The file holds what tokens are checked against: nobody else's to read."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        # One that is there is not touched: closing it would drop every lock that this process's
+        # connections hold on it, and another process would delete the log that they still read and write.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        pass
     except OSError as error:
         raise DatabaseError(f"database {path} cannot be opened: {error}", path=str(path)) from error
 
