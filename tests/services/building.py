@@ -1,0 +1,100 @@
+"""A service with a builder beside it, a small spec that it builds, and clients that trust it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from aotcache.spec import Spec, load_spec
+from aotcache.store.builds import BuildService
+from aotcache.store.session import ServiceSession
+from tests.services.serving import ROOT, Serving, serving
+
+SERVICED = ROOT / "tests" / "build" / "specs" / "serviced.py"
+LEASE_SECONDS = 3
+
+
+def write_spec(folder: Path, layers: str, name: str | None = None) -> Spec:
+    """A spec of `tests/build/specs/serviced.py` with one region, and so one key, for each letter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(SERVICED, folder)
+    path = folder / f"{name or 'serviced'}.toml"
+    path.write_text(
+        f'[drafter]\nname = "{name or "serviced"}"\nfactory = "serviced:build"\nbatch = "serviced:batch"\n'
+        f'regions = ["layers.*"]\nmodes = ["infer"]\nkwargs = {{ names = "{layers}" }}\n[buckets]\nrows = [3]\n'
+    )
+    return load_spec(path)
+
+
+@dataclass(frozen=True)
+class Building:
+    """A service that builds.
+
+    Attributes:
+        server: Its process.
+        spec: What it builds.
+    """
+
+    server: Serving
+    spec: Spec
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self.server.url
+
+    @property
+    def service(self) -> BuildService:
+        """Calls of it. Close `service.session`."""
+        return BuildService(ServiceSession(self.url))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes a client trust it, and sign what it takes."""
+        return {"AOTCACHE_CONFIG_HOME": str(self.server.config_home), "AOTCACHE_STORE": self.url}
+
+
+@contextmanager
+def building(
+    folder: Path,
+    layers: str,
+    *,
+    builder: bool = True,
+    port: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Building]:
+    """Start a service, and a builder beside it, which share compiled headers with this run."""
+    spec = write_spec(folder / "spec", layers)
+    home = folder / "home"
+    home.mkdir(mode=0o700, exist_ok=True)
+    if not (home / "headers").exists():
+        (home / "headers").symlink_to(Path(os.environ["AOTCACHE_HOME"]) / "headers")
+    with serving(
+        folder,
+        port=port,
+        arguments=["--spec", str(spec.path), *([] if builder else ["--no-builder"])],
+        environment={"AOTCACHE_LEASE_SECONDS": str(LEASE_SECONDS), **(environment or {})},
+    ) as server:
+        yield Building(server, spec)
+
+
+@contextmanager
+def client_of(made: Building, home: Path) -> Iterator[None]:
+    """This process as a host of its own that uses the service."""
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    patch = pytest.MonkeyPatch()
+    if not (home / "headers").exists():
+        (home / "headers").symlink_to(Path(os.environ["AOTCACHE_HOME"]) / "headers")
+    patch.setenv("AOTCACHE_HOME", str(home))
+    for name, value in made.environment.items():
+        patch.setenv(name, value)
+    try:
+        yield
+    finally:
+        patch.undo()
