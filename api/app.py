@@ -68,19 +68,26 @@ def _refresh(service: Service) -> None:
 
 @asynccontextmanager
 async def _repeated(work: Callable[[], object], seconds: float) -> AsyncIterator[None]:
-    """Do `work` in a thread at once and then every so many seconds, until the block ends."""
+    """Do `work` in a thread at once and then every so many seconds, until the block ends.
+
+    Work that has begun is waited for: it holds a connection.
+    """
+    ended = asyncio.Event()
 
     async def run() -> None:
-        while True:
+        while not ended.is_set():
             try:
                 await run_in_threadpool(work)
             except AotcacheError as error:
                 logger.warning("%s", error)
-            await asyncio.sleep(seconds)
+            try:
+                await asyncio.wait_for(ended.wait(), seconds)
+            except asyncio.TimeoutError:
+                continue
 
     task = asyncio.create_task(run())
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        ended.set()
+        await task
