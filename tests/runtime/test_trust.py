@@ -14,12 +14,14 @@ import pytest
 
 from aotcache import host
 from aotcache.config import settings
+from aotcache.db.engine import Database
 from aotcache.envelope import Envelope, Signature
 from aotcache.errors import CorruptArtifact, RejectedArtifact, ServiceUnavailable, StoreError
 from aotcache.manifest import Manifest
 from aotcache.runtime import registry
 from aotcache.runtime.resolve import Resolved, Resolver
 from aotcache.runtime.stats import Stats
+from aotcache.service.index import Index
 from aotcache.store import open_store
 from aotcache.store.base import Store
 from aotcache.store.objects import ORIGIN, ObjectStore
@@ -27,6 +29,8 @@ from aotcache.trust import SigningKey, sign, trusted_keys
 from aotcache.types import CacheKey, Digest, Miss
 from tests.runtime import artifacts
 from tests.runtime.artifacts import Artifact, inputs
+from tests.services.s3 import S3, s3_server
+from tests.services.serving import Serving, serving
 
 _dlopened: list[str] = []
 
@@ -71,16 +75,19 @@ class Place:
         worker: What the worker reads from.
         behind: The objects themselves.
         home: The worker's home.
+        entered: Called once something was put.
     """
 
     worker: Store
     behind: ObjectStore
     home: Path
+    entered: Callable[[], object] = lambda: None
 
     def put(self, key: CacheKey, document: bytes, manifest: Manifest, archive: bytes) -> None:
         digest = manifest.digest
         self.behind._client.put(f"blobs/{digest[:2]}/{digest}", archive, create=False)
         self.behind._client.put(f"refs/{key[:2]}/{key}/{manifest.variant}.json", document, create=False)
+        self.entered()
 
     def resolver(self) -> Resolver:
         return Resolver(self.worker, self.home, host.host_facts(), None, Stats())
@@ -96,28 +103,67 @@ class Place:
         ]
 
 
-def _memory(tmp_path: Path) -> Iterator[Place]:
+def _memory(tmp_path: Path) -> Place:
     store = open_store(f"memory:///{hashlib.sha256(str(tmp_path).encode()).hexdigest()}")
     assert isinstance(store, ObjectStore)
-    yield Place(store, store, tmp_path / "home")
+    return Place(store, store, tmp_path / "home")
 
 
-def _copies(tmp_path: Path) -> Iterator[Place]:
+def _copies(tmp_path: Path) -> Place:
     """A directory of copies: what lies in a local tier."""
     root = tmp_path / "copies"
     root.mkdir(mode=0o700)
     (root / ORIGIN).write_text("https://cache.example.org")
     store = open_store(root)
     assert isinstance(store, ObjectStore)
-    yield Place(store, store, tmp_path / "home")
+    return Place(store, store, tmp_path / "home")
 
 
-KINDS: dict[str, Callable[[Path], Iterator[Place]]] = {"memory": _memory, "copies": _copies}
+@pytest.fixture(scope="module")
+def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
 
 
-@pytest.fixture(params=sorted(KINDS))
-def place(request: pytest.FixtureRequest, tmp_path: Path, key: SigningKey) -> Iterator[Place]:
-    yield from KINDS[request.param](tmp_path)
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("service")) as server:
+        yield server
+
+
+def _bucket(server: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = server.bucket()
+    behind = open_store(url, tier=False)
+    assert isinstance(behind, ObjectStore)
+    return Place(open_store(url), behind, tmp_path / "home")
+
+
+def _service(server: Serving, tmp_path: Path, database: Database) -> Place:
+    """Somebody who can write to the service's own store, past the service."""
+    behind = open_store(server.store)
+    assert isinstance(behind, ObjectStore)
+    return Place(
+        open_store(server.url), behind, tmp_path / "home", entered=lambda: Index(database).reindex(behind)
+    )
+
+
+@pytest.fixture(params=["memory", "copies", "bucket", "service"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, key: SigningKey, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    if request.param == "bucket":
+        yield _bucket(request.getfixturevalue("bucket_server"), tmp_path, monkeypatch)
+    elif request.param == "service":
+        server: Serving = request.getfixturevalue("service")
+        database = Database(server.database)
+        made = _service(server, tmp_path, database)
+        yield made
+        database.close()
+        made.worker.remote.session.close()  # type: ignore[attr-defined]
+    else:
+        yield {"memory": _memory, "copies": _copies}[request.param](tmp_path)
 
 
 def test_what_a_trusted_key_signed_is_opened_and_runs(
@@ -227,8 +273,15 @@ def test_an_archive_that_is_not_the_signed_one_is_never_opened(
     data = bytearray(pair.archive.read_bytes())
     data[len(data) // 2] ^= 1
     place.put(manifest.key, sign(manifest, key).document(), manifest, bytes(data))
-    with pytest.raises(CorruptArtifact, match=manifest.digest):
-        place.resolver().by_key(manifest.key)
+    try:
+        answer = place.resolver().by_key(manifest.key)
+    except CorruptArtifact as error:
+        found = str(error)
+    else:  # a service looks before it serves, and has dropped it then
+        assert isinstance(answer, Miss)
+        found = answer.reason
+    assert "do not match" in found
+    assert manifest.digest in found
     assert place.opened() == []
 
 
@@ -280,7 +333,7 @@ def test_a_key_removed_while_the_archive_comes_opens_nothing(
 
 
 def _unsigned(tmp_path: Path, pair: Artifact, manifest: Manifest) -> Place:
-    (place,) = _copies(tmp_path)
+    place = _copies(tmp_path)
     place.put(manifest.key, manifest.to_json(), manifest, pair.archive.read_bytes())
     return place
 
