@@ -130,6 +130,8 @@ class Database:
         with self._explained(), Session(self._writing if write else self._engine) as session, session.begin():
             self._mine.session, self._mine.write = session, write
             try:
+                if write:
+                    session.connection()  # waits here, and not only at the first statement
                 yield session
             finally:
                 del self._mine.session
