@@ -35,9 +35,9 @@ RUN --mount=from=wheel,source=/wheels,target=/wheels \
     pip install -c /wheels/constraints.txt -r /wheels/api.txt \
     && pip install --no-deps /wheels/*.whl
 USER aotcache
-EXPOSE 8750
+EXPOSE 8400
 ENTRYPOINT ["aotcache"]
-CMD ["serve", "--host", "0.0.0.0", "--port", "8750"]
+CMD ["serve", "--host", "0.0.0.0", "--no-builder"]
 
 FROM base AS builder
 # AOTInductor calls g++ on what it generates.
@@ -50,4 +50,4 @@ RUN --mount=from=wheel,source=/wheels,target=/wheels \
     && pip install --no-deps /wheels/*.whl
 USER aotcache
 ENTRYPOINT ["aotcache"]
-CMD ["builder"]
+CMD ["builder", "--help"]

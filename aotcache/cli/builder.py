@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aotcache.cli.output import print_lines
+from aotcache.cli.serve import named_specs
 
 if TYPE_CHECKING:
     from aotcache.build.builder import Builder
@@ -24,7 +25,7 @@ def builder(
     ],
     spec: Annotated[
         list[Path],
-        typer.Option("--spec", metavar="PATH", help="A spec that may be asked for by its name; repeatable."),
+        typer.Option("--spec", metavar="PATH", help="A spec that may be asked for by its name, or a folder; repeat."),
     ],
     as_child: Annotated[
         bool, typer.Option("--as-child", hidden=True, help="End when stdin is closed: with who started it.")
@@ -43,7 +44,7 @@ def builder(
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    made = Builder([load_spec(path) for path in spec], service)
+    made = Builder([load_spec(path) for path in named_specs(spec).values()], service)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: made.stop())
     if as_child:

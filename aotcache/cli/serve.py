@@ -80,7 +80,7 @@ def serve(
         ) from error
 
     current = settings()
-    specs = _specs(spec or [])
+    specs = named_specs(spec or [])
     building = bool(specs) if builder is None else builder
     if building and not specs:
         raise ConfigError("--builder without --spec has nothing to build; name a spec, or leave it out")
@@ -141,8 +141,8 @@ def serve(
             raise typer.Exit(1)
 
 
-def _specs(paths: list[Path]) -> dict[str, Path]:
-    """Specs by the name in their `[drafter]` table."""
+def named_specs(paths: list[Path]) -> dict[str, Path]:
+    """Specs by the name in their `[drafter]` table; of a folder, all that lie in it. Raises ConfigError."""
     found: dict[str, Path] = {}
     for path in paths:
         files = sorted(path.glob("*.toml")) if path.is_dir() else [path]

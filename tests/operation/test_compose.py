@@ -92,7 +92,7 @@ def test_every_variable_of_the_file_is_in_the_example() -> None:
 
 def test_only_the_api_is_reached_from_outside_and_by_default_from_this_machine_alone() -> None:
     assert [name for name, service in SERVICES.items() if "ports" in service] == ["api"]
-    assert SERVICES["api"]["ports"] == ["${AOTCACHE_LISTEN:-127.0.0.1}:8750:8750"]
+    assert SERVICES["api"]["ports"] == ["${AOTCACHE_LISTEN:-127.0.0.1}:8400:8400"]
 
 
 def test_services_start_when_what_they_need_is_healthy() -> None:
