@@ -18,6 +18,8 @@ from aotcache.manifest import (
     PairContract,
     Provenance,
 )
+from aotcache.store import open_store
+from aotcache.store.objects import ORIGIN, ObjectStore
 from aotcache.types import Digest, Target, Toolchain
 
 TOOLCHAIN = Toolchain("2.13.0", "c" * 40, None)
@@ -63,3 +65,12 @@ def write_archive(folder: Path, data: bytes) -> Path:
     path = folder / f"{hashlib.sha256(data).hexdigest()[:12]}.pt2"
     path.write_bytes(data)
     return path
+
+
+def copies(folder: Path) -> ObjectStore:
+    """A directory of copies from elsewhere: no store of the user's own."""
+    folder.mkdir(mode=0o700)
+    (folder / ORIGIN).write_text("https://cache.example.org")
+    store = open_store(folder)
+    assert isinstance(store, ObjectStore)
+    return store

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+from aotcache.config import Settings
 from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
 from aotcache.store.base import Store
+from aotcache.trust import trust_problem
 from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant
 
 _MOST_ELSEWHERE = 200
@@ -49,6 +51,7 @@ class Row:
         digest: Of the artifact that covers it.
         seconds: What a build is expected to take, from like builds in the store.
         shared: Whether an earlier row of the plan has the same key and target.
+        untrusted: Why this host would not open the artifact that covers it, as far as trust goes.
     """
 
     cell: Cell
@@ -56,6 +59,7 @@ class Row:
     digest: Digest | None
     seconds: float | None
     shared: bool
+    untrusted: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -69,6 +73,7 @@ class Row:
             "digest": self.digest,
             "expected_seconds": self.seconds,
             "shared": self.shared,
+            "untrusted": self.untrusted,
         }
 
 
@@ -88,8 +93,8 @@ class Plan:
 
 
 def make_plan(cells: Iterable[Cell], store: Store, toolchain: Toolchain) -> Plan:
-    """Look every cell up in the store."""
-    cells = list(cells)
+    """Look every cell up in the store. What nobody trusted signed covers a cell, and the row says so."""
+    cells, own, config = list(cells), store.own, Settings()
     found = store.resolve({cell.key for cell in cells})
     known = known_builds(store) if any(not found[c.key] for c in cells) else []
     rows: list[Row] = []
@@ -105,6 +110,7 @@ def make_plan(cells: Iterable[Cell], store: Store, toolchain: Toolchain) -> Plan
                 None if hit is None else hit.digest,
                 expected_seconds(cell, known) if hit is None else None,
                 mark in seen,
+                None if hit is None else trust_problem(hit, own=own, config=config, url=store.url),
             )
         )
         seen.add(mark)

@@ -109,6 +109,7 @@ def warm(
             _print_plan(made, spec, store)
         else:
             _print_report(report)
+        _warn_of_untrusted(made)
     if as_json:
         emit_json(reports if several else reports[0])
     if failed:
@@ -195,6 +196,14 @@ def _print_plan(made: Plan, spec: Path | None, store: str | None) -> None:
     if expected:
         named = ([] if spec is None else [str(spec)]) + ([] if store is None else ["--store", store])
         err().print(Text(f"to build: {shlex.join(['aotcache', 'warm', *named])}"))
+
+
+def _warn_of_untrusted(made: Plan) -> None:
+    """Say why workers on this host would not open what covers a cell, once for each reason."""
+    rows = [row for row in made if row.untrusted is not None]
+    for reason in dict.fromkeys(row.untrusted for row in rows):
+        number = count(sum(row.untrusted == reason for row in rows), "cell")
+        err().print(Text(f"not trusted here: what covers {number}: {reason}"))
 
 
 def _print_report(report: WarmReport) -> None:

@@ -19,10 +19,9 @@ from aotcache.config import Settings, settings
 from aotcache.envelope import Envelope
 from aotcache.manifest import Manifest
 from aotcache.store import Store, open_store
-from aotcache.store.objects import ORIGIN
 from aotcache.trust import SigningKey, sign, signing_key_path, trusted_keys
 from tests.cli.conftest import publish
-from tests.manifests import write_archive
+from tests.manifests import copies
 from tests.services.serving import Serving, serving
 
 _SECONDS = 60.0
@@ -276,20 +275,9 @@ def test_warm_asks_before_it_reads_from_a_service(run: Any, service: Serving, tm
 # signing at the way out
 
 
-def elsewhere(folder: Path) -> Store:
-    """A directory of copies from elsewhere."""
-    folder.mkdir(mode=0o700)
-    (folder / ORIGIN).write_text("https://cache.example.org")
-    return open_store(folder)
-
-
-def put(store: Store, folder: Path, manifest: Manifest, archive: bytes) -> None:
-    assert store.publish(manifest, write_archive(folder, archive))
-
-
 def test_what_leaves_this_host_is_signed(run: Any, store: Store, tmp_path: Path, key: SigningKey) -> None:
     manifest = publish(store, tmp_path)
-    other = elsewhere(tmp_path / "other")
+    other = copies(tmp_path / "other")
     assert run("fetch", manifest.key, "--store", store.url, "--to", other.url).code == 0
     (copied,) = other.lookup(manifest.key)
     assert trusted_keys(settings()).problem(copied) is None
@@ -298,7 +286,7 @@ def test_what_leaves_this_host_is_signed(run: Any, store: Store, tmp_path: Path,
 
 def test_without_a_key_nothing_leaves_this_host(run: Any, store: Store, tmp_path: Path) -> None:
     manifest = publish(store, tmp_path)
-    other = elsewhere(tmp_path / "other")
+    other = copies(tmp_path / "other")
     done = run("fetch", manifest.key, "--store", store.url, "--to", other.url)
     assert done.code == 2
     assert "aotcache keygen" in done.err
@@ -310,14 +298,14 @@ def test_warm_wants_a_key_before_it_builds_anything(run: Any, tmp_path: Path) ->
         '[drafter]\nname = "d"\nfactory = "no_such_module:build"\nbatch = "no_such_module:batch"\n'
         'regions = ["*"]\nmodes = ["infer"]\n'
     )
-    other = elsewhere(tmp_path / "other")
+    other = copies(tmp_path / "other")
     done = run("warm", tmp_path / "drafter.toml", "--store", other.url)
     assert done.code == 2
     assert "aotcache keygen" in done.err
 
 
 def test_what_is_signed_stays_as_it_was(run: Any, tmp_path: Path, key: SigningKey) -> None:
-    source, other = elsewhere(tmp_path / "source"), elsewhere(tmp_path / "other")
+    source, other = copies(tmp_path / "source"), copies(tmp_path / "other")
     colleague = SigningKey.generate()
     trusted_keys(settings()).add(colleague.public, "colleague")
     manifest = sign(publish(open_store(tmp_path / "made"), tmp_path), colleague)
@@ -335,7 +323,7 @@ def test_what_is_signed_stays_as_it_was(run: Any, tmp_path: Path, key: SigningKe
 def test_fetch_refuses_what_nobody_trusted_signed(
     run: Any, tmp_path: Path, key: SigningKey, how: str, to: str
 ) -> None:
-    source = elsewhere(tmp_path / "source")
+    source = copies(tmp_path / "source")
     manifest = publish(open_store(tmp_path / "made"), tmp_path)
     path = open_store(tmp_path / "made").blob_path(manifest.digest)
     assert path is not None
@@ -353,7 +341,7 @@ def test_unsigned_artifacts_are_copied_on_request_and_never_signed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    source = elsewhere(tmp_path / "source")
+    source = copies(tmp_path / "source")
     manifest = publish(open_store(tmp_path / "made"), tmp_path)
     path = open_store(tmp_path / "made").blob_path(manifest.digest)
     assert path is not None
@@ -362,7 +350,7 @@ def test_unsigned_artifacts_are_copied_on_request_and_never_signed(
     assert run("fetch", manifest.key, "--store", source.url, "--to", tmp_path / "mine").code == 0
     assert manifest.digest in caplog.text
     assert [m.envelope for m in open_store(tmp_path / "mine").lookup(manifest.key)] == [None]
-    other = elsewhere(tmp_path / "other")
+    other = copies(tmp_path / "other")
     done = run("fetch", manifest.key, "--store", source.url, "--to", other.url)
     assert done.code == 1
     assert "was not built here, so this host does not sign it" in done.err
@@ -373,7 +361,7 @@ def test_unsigned_artifacts_are_copied_on_request_and_never_signed(
 
 def test_commands_tell_who_signed(run: Any, store: Store, tmp_path: Path, key: SigningKey) -> None:
     publish(store, tmp_path, "bare", call="bare")
-    other = elsewhere(tmp_path / "other")
+    other = copies(tmp_path / "other")
     assert (
         run("fetch", publish(store, tmp_path, "signed").key, "--store", store.url, "--to", other.url).code
         == 0
@@ -423,7 +411,7 @@ def test_doctor_tells_of_keys(run: Any, store: Store, tmp_path: Path) -> None:
 def test_verify_names_a_document_that_was_tampered_with(
     run: Any, store: Store, tmp_path: Path, key: SigningKey
 ) -> None:
-    other = elsewhere(tmp_path / "other")
+    other = copies(tmp_path / "other")
     manifest = publish(store, tmp_path)
     assert run("fetch", manifest.key, "--store", store.url, "--to", other.url).code == 0
     ref = tmp_path / "other" / "refs" / manifest.key[:2] / manifest.key / f"{manifest.variant}.json"

@@ -24,9 +24,10 @@ from aotcache.runtime.stats import Stats
 from aotcache.service.index import Index
 from aotcache.store import open_store
 from aotcache.store.base import Store
-from aotcache.store.objects import ORIGIN, ObjectStore
+from aotcache.store.objects import ObjectStore
 from aotcache.trust import SigningKey, sign, trusted_keys
 from aotcache.types import CacheKey, Digest, Miss
+from tests.manifests import copies
 from tests.runtime import artifacts
 from tests.runtime.artifacts import Artifact, inputs
 from tests.services.s3 import S3, s3_server
@@ -111,11 +112,7 @@ def _memory(tmp_path: Path) -> Place:
 
 def _copies(tmp_path: Path) -> Place:
     """A directory of copies: what lies in a local tier."""
-    root = tmp_path / "copies"
-    root.mkdir(mode=0o700)
-    (root / ORIGIN).write_text("https://cache.example.org")
-    store = open_store(root)
-    assert isinstance(store, ObjectStore)
+    store = copies(tmp_path / "copies")
     return Place(store, store, tmp_path / "home")
 
 
