@@ -273,7 +273,8 @@ class ServiceSession:
         request_id = uuid.uuid4().hex
         for _ in range(_MOST_REDIRECTS + 1):
             own = own and origin(url) == self._origin
-            sent = {name: value for name, value in (headers or {}).items() if own or name != "If-Range"}
+            # httpx.Headers hides the token in its repr, also where a traceback shows local variables.
+            sent = httpx.Headers({k: v for k, v in (headers or {}).items() if own or k != "If-Range"})
             if own:
                 sent["X-Request-Id"] = request_id
                 if self._token is not None:
@@ -289,7 +290,7 @@ class ServiceSession:
 
     @contextmanager
     def _answer(
-        self, method: str, url: str, headers: dict[str, str], content: bytes | IO[bytes] | None
+        self, method: str, url: str, headers: httpx.Headers, content: bytes | IO[bytes] | None
     ) -> Iterator[httpx.Response]:
         began = time.monotonic()
         try:
