@@ -14,6 +14,7 @@ import pytest
 from aotcache.spec import Spec, load_spec
 from aotcache.store.builds import BuildService
 from aotcache.store.session import ServiceSession
+from aotcache.trust import SigningKey, TrustedKeys
 from tests.services.serving import ROOT, Serving, serving
 
 SERVICED = ROOT / "tests" / "build" / "specs" / "serviced.py"
@@ -75,6 +76,10 @@ def building(
     home.mkdir(mode=0o700, exist_ok=True)
     if not (home / "headers").exists():
         (home / "headers").symlink_to(Path(os.environ["AOTCACHE_HOME"]) / "headers")
+    if not builder and not (folder / "config" / "signing.pem").exists():
+        key = SigningKey.generate()  # which a service without a builder does not make
+        key.save(folder / "config" / "signing.pem")
+        TrustedKeys(folder / "config" / "trusted").add(key.public, "builder")
     with serving(
         folder,
         port=port,
