@@ -12,7 +12,7 @@ import typer
 from aotcache.cli.output import JsonFlag, StoreOption, count, emit_json, print_lines
 from aotcache.config import settings
 from aotcache.errors import ConfigError
-from aotcache.store import open_store
+from aotcache.store import ObjectStore, open_store
 
 if TYPE_CHECKING:
     from aotcache.db.engine import Database
@@ -95,6 +95,11 @@ def reindex(store: StoreOption = None, database: DatabaseOption = None, as_json:
         from aotcache.service.index import Index
 
         source = open_store(store, tier=False)
+        if not isinstance(source, ObjectStore):
+            raise ConfigError(
+                f"store {source.url}: expected the directory or bucket that the service keeps its entries in, "
+                "not the service itself"
+            )
         counts = Index(found).reindex(source)
         if as_json:
             emit_json({"database": found.url, "store": source.url, **asdict(counts)})
