@@ -14,7 +14,7 @@ from aotcache.api.errors import Refused
 from aotcache.api.ranges import Range, Unsatisfiable, accepts, matches, parse_range, range_applies
 from aotcache.api.schemas import ERRORS, DigestPath, Stored
 from aotcache.api.state import Service, ServiceOf
-from aotcache.api.transfer import Draft, FilePieces, Pieces, compressed, receive_into
+from aotcache.api.transfer import Compressed, Draft, FilePieces, Pieces, receive_into
 from aotcache.errors import CorruptArtifact
 from aotcache.store.objects import ObjectStore
 from aotcache.types import Digest
@@ -89,6 +89,8 @@ async def _whole_or_part(
             ) from None
     headers = {**headers, "Content-Type": "application/octet-stream"}
     zstd = part is None and "range" not in asked and accepts(asked.get("accept-encoding"), "zstd")
+    # Where others are at it already, whoever asks for compression gets it as it is.
+    zstd = zstd and (request.method == "HEAD" or service.workers.compressing.acquire(blocking=False))
     start, stop, status = (part.start, part.stop, 206) if part is not None else (0, size, 200)
     if part is not None:
         headers["Content-Range"] = part.content_range
@@ -98,8 +100,15 @@ async def _whole_or_part(
         headers["Content-Length"] = str(stop - start)
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers)
-    pieces = await service.workers.run(_opener(service, digest, path, start, stop))
-    return Pieces(compressed(pieces) if zstd else pieces, service.workers, status, headers)
+    try:
+        pieces = await service.workers.run(_opener(service, digest, path, start, stop))
+    except BaseException:
+        if zstd:
+            service.workers.compressing.release()
+        raise
+    if zstd:
+        pieces = Compressed(pieces, service.workers.compressing.release)
+    return Pieces(pieces, service.workers, status, headers)
 
 
 def _opener(

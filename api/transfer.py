@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,9 @@ PIECE = 1 << 19
 STALL_SECONDS = 60.0
 """How long the other side may neither send nor take anything."""
 
+COMPRESSING = 4
+"""How many bodies are compressed at once: each takes a core and some MB. Further ones go out as they are."""
+
 _LEVEL = 3
 
 
@@ -42,6 +46,7 @@ class Workers:
 
     def __init__(self, threads: int = 8) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blobs")
+        self.compressing = threading.BoundedSemaphore(COMPRESSING)
 
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`, done in a thread."""
@@ -143,17 +148,37 @@ class FilePieces(Iterator[bytes]):
         self._file.close()
 
 
-def compressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """One zstd frame of them, in pieces of any size."""
-    frame = zstandard.ZstdCompressor(level=_LEVEL).compressobj()
-    try:
-        for piece in pieces:
-            done = frame.compress(piece)
+class Compressed(Iterator[bytes]):
+    """One zstd frame of some pieces, in pieces of other sizes.
+
+    Args:
+        pieces: Closed with this one.
+        end: Called once when it is closed.
+    """
+
+    def __init__(self, pieces: Iterator[bytes], end: Callable[[], None]) -> None:
+        self._pieces: Iterator[bytes] | None = pieces
+        self._end = end
+        self._frame = zstandard.ZstdCompressor(level=_LEVEL).compressobj()
+        self._flushed = False
+
+    def __next__(self) -> bytes:
+        while self._pieces is not None and not self._flushed:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self._flushed = True
+                return self._frame.flush()
+            done = self._frame.compress(piece)
             if done:
-                yield done
-        yield frame.flush()
-    finally:
-        _close(pieces)
+                return done
+        raise StopIteration
+
+    def close(self) -> None:
+        """Close what it reads."""
+        if self._pieces is not None:
+            _close(self._pieces)
+            self._pieces = None
+            self._end()
 
 
 class Draft:
