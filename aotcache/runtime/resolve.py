@@ -22,6 +22,7 @@ from aotcache.graph.region import Call, contiguous_parts
 from aotcache.key import KeyParts
 from aotcache.runtime import registry
 from aotcache.runtime.stats import Stats
+from aotcache.store.circuit import circuit_for
 from aotcache.trust import trust_problem
 from aotcache.types import CacheKey, Digest, Miss
 
@@ -95,7 +96,9 @@ class Resolver:
         answer = self._answers.get(call.parts.key)
         if answer is None:
             found = self._look(call)
-            answer = self._answers.setdefault(call.parts.key, found)  # what `swap` put there meanwhile is newer
+            answer = self._answers.setdefault(
+                call.parts.key, found
+            )  # what `swap` put there meanwhile is newer
         return answer
 
     def _look(self, call: Call) -> Resolved | Miss:
@@ -136,7 +139,7 @@ class Resolver:
         """The best of several variants that the lock file, trust and this host allow. Fetches nothing."""
         manifests = list(manifests)
         if not manifests:
-            return Miss("the store has no entry under this key")
+            return Miss(self._nothing())
         if self.allowed is not None:
             locked = [m for m in manifests if m.digest in self.allowed]
             if not locked:
@@ -150,6 +153,12 @@ class Resolver:
                 return chosen
             problems.insert(0, str(chosen))
         return Miss("; ".join(problems))
+
+    def _nothing(self) -> str:
+        outage = circuit_for(self.store.url).unreached
+        if outage is None:
+            return "the store has no entry under this key"
+        return f"the store could not be reached, and this host has no copy: {outage}"
 
     def _trusted(self, manifests: Iterable[Manifest]) -> tuple[list[Manifest], list[str]]:
         """Those that may be opened as far as trust goes, and why each of the others may not."""

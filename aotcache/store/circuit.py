@@ -74,6 +74,12 @@ class Circuit:
             with self._lock:
                 self._seconds, self._announced = 0.0, False
 
+    @property
+    def unreached(self) -> str | None:
+        """Why the place could not be reached when it was asked last; None if it could, or never was asked."""
+        with self._lock:
+            return self._reason if self._seconds else None
+
     def announce(self, message: str) -> None:
         """Log a warning, once until the place is reached again."""
         with self._lock:
