@@ -12,7 +12,9 @@
   a readable entry. A delete beside a publish can cost a miss, never a wrong answer.
 - **Nothing negative is kept**: a write that failed can be tried again.
 - **Forks.** A store at a bucket must not be used in a process forked after its first
-  use (it raises StoreError); one in a directory may.
+  use (it raises StoreError); one in a directory or at a service may.
+- **Waits end.** A remote store that is out of reach is a ServiceUnavailable, within a time;
+  for some seconds after that at once.
 
 Sizes are bytes; times are seconds since the epoch.
 """
@@ -77,6 +79,16 @@ class Store(Protocol):
         From such a store alone is a manifest without signatures taken, and what is published
         there needs none. A directory that others can write to is another matter: its files
         are refused one by one.
+        """
+
+    def require_own(self, manifest: Manifest) -> None:
+        """Check that nobody else could have put there what the store says of an unsigned manifest.
+
+        To be asked of a store that is `own`, before what the manifest describes is opened: the
+        archive's own file is looked at only when it is read.
+
+        Raises:
+            RejectedArtifact: other users of this host could have written it.
         """
 
     def lookup(self, key: CacheKey) -> list[Manifest]:
