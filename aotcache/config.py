@@ -118,7 +118,8 @@ def builder_environment(token: str | None) -> dict[str, str]:
     Args:
         token: What it is to show; None to show none.
     """
-    kept = {k: v for k, v in os.environ.items() if k != PREFIX + "TOKEN"}
+    own = (PREFIX + "TOKEN", PREFIX + "DATABASE")  # a database's address can have a password in it
+    kept = {k: v for k, v in os.environ.items() if k not in own}
     return kept if token is None else {**kept, PREFIX + "TOKEN": token}
 
 

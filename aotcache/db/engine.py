@@ -149,10 +149,34 @@ class Database:
             yield session
 
     @contextmanager
-    def connection(self, *, write: bool = False) -> Iterator[Connection]:
-        """A bare connection in a transaction, for migrations. Raises DatabaseError."""
-        with self._explained(), (self._writing if write else self._engine).begin() as connection:
-            yield connection
+    def connection(self, *, write: bool = False, migrating: bool = False) -> Iterator[Connection]:
+        """A bare connection in a transaction.
+
+        Args:
+            write: As in `session`.
+            migrating: Whether it will change tables. SQLite changes one by making it anew, and would
+                take the rows that refer to the old one along; so it looks at references at the end alone.
+
+        Raises:
+            DatabaseError: as `session`.
+        """
+        unchecked = migrating and self.dialect == "sqlite"
+        engine = self._writing if write else self._engine
+        with self._explained(), engine.connect() as connection:
+            raw = connection.connection.driver_connection
+            assert raw is not None
+            try:
+                if unchecked:
+                    raw.execute("PRAGMA foreign_keys=OFF")
+                with connection.begin():
+                    yield connection
+                    if unchecked and connection.exec_driver_sql("PRAGMA foreign_key_check").first():
+                        raise DatabaseError(
+                            f"database {self.url}: a change of its tables would leave rows astray"
+                        )
+            finally:
+                if unchecked:
+                    raw.execute("PRAGMA foreign_keys=ON")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ def upgrade(database: Database) -> str:
     Raises:
         DatabaseError: if it cannot be reached, was left by a newer program, or is locked for too long.
     """
-    with _scripts() as config, database.connection(write=True) as connection:
+    with _scripts() as config, database.connection(write=True, migrating=True) as connection:
         if database.dialect == "postgresql":
             connection.execute(text(f"SET LOCAL statement_timeout = '{STEP_SECONDS}s'"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})

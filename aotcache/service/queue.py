@@ -7,6 +7,7 @@ queued, running -> cancelled
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,8 @@ def start(session: Session, row: BuildRow, lease: str, holder: str) -> None:
 def stage(session: Session, row: BuildRow, name: str, expected_seconds: float | None) -> None:
     """The builder says where it is; saying it again is only a sign of life."""
     name = clean(name, 128)
+    if expected_seconds is not None and not math.isfinite(expected_seconds):
+        expected_seconds = None  # JSON has no such number
     row.updated = moment(session)
     if (row.stage, row.expected_seconds) != (name, expected_seconds):
         row.stage, row.expected_seconds = name, expected_seconds

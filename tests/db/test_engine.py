@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import stat
 import threading
 import time
@@ -13,6 +14,8 @@ from aotcache.db import engine
 from aotcache.db.engine import Database, among, clean, moment, upsert
 from aotcache.db.models import BlobRow, CounterRow
 from aotcache.errors import ConfigError, DatabaseError
+from aotcache.service.index import Index
+from tests.service.entries import enter
 
 
 def count(database: Database) -> int:
@@ -151,6 +154,31 @@ def test_a_place_where_no_file_can_be_is_an_error_that_names_it(tmp_path: Path) 
     database = Database(f"sqlite:///{tmp_path}/file/aotcache.db")
     with pytest.raises(DatabaseError, match=r"file/aotcache\.db"), database.session() as session:
         moment(session)
+    database.close()
+
+
+def test_a_table_that_is_made_anew_keeps_the_rows_that_refer_to_it(
+    migrated_sqlite: Path, tmp_path: Path
+) -> None:
+    shutil.copyfile(migrated_sqlite, tmp_path / "copy.db")
+    database = Database(f"sqlite:///{tmp_path}/copy.db")
+    enter(Index(database))
+    with database.connection(write=True, migrating=True) as connection:
+        for step in ("CREATE TABLE anew AS SELECT * FROM artifacts", "DROP TABLE artifacts"):
+            connection.execute(text(step))
+        connection.execute(text("ALTER TABLE anew RENAME TO artifacts"))
+        connection.execute(text("CREATE UNIQUE INDEX anew ON artifacts (key, variant)"))
+    with database.session() as session:
+        assert session.execute(text("SELECT count(*) FROM usage")).scalar_one() == 1
+        assert session.execute(text("PRAGMA foreign_keys")).scalar_one() == 1
+
+    def lose_rows() -> None:
+        with database.connection(write=True, migrating=True) as connection:
+            connection.execute(text("DELETE FROM artifacts"))
+
+    with pytest.raises(DatabaseError, match="astray"):
+        lose_rows()
+    assert len(Index(database).page().artifacts) == 1
     database.close()
 
 

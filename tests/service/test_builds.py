@@ -80,6 +80,14 @@ def test_a_build_from_request_to_done(builds: Builds, index: Index, leases: Leas
     assert isinstance(leases.acquire(manifest.key, VARIANT, "next"), Lease)
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_a_length_of_time_that_json_cannot_hold_is_none(builds: Builds, seconds: float) -> None:
+    build = asked(builds)
+    claim = claimed(builds)
+    builds.progress(build.id, claim.lease.id, claim.lease.token, stage="nul\0", expected_seconds=seconds)
+    assert builds.events(build.id)[-1].data == {"stage": "nul\ufffd", "expected_seconds": None}
+
+
 def test_done_without_an_entry_is_a_failure(builds: Builds) -> None:
     asked(builds)
     failed = finished(builds, claimed(builds), None)
