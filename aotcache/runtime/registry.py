@@ -81,6 +81,7 @@ def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executa
 
 def _require_trusted(manifest: Manifest, store: Store, *, opening: bool = False) -> None:
     if store.own and manifest.envelope is None:
+        store.require_own(manifest)
         return  # the usual case, which need not read the settings
     config = Settings()
     problem = trust_problem(manifest, own=store.own, config=config, url=store.url)

@@ -55,6 +55,9 @@ class HttpStore:
         """See `Store`."""
         return False
 
+    def require_own(self, manifest: Manifest) -> None:
+        """See `Store`. Nothing here is the user's own."""
+
     def lookup(self, key: CacheKey) -> list[Manifest]:
         """See `Store`."""
         found = []

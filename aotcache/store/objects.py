@@ -50,6 +50,10 @@ class ObjectStore:
             return self._client.head(ORIGIN) is None
         return self._url.startswith("memory:")
 
+    def require_own(self, manifest: Manifest) -> None:
+        """See `Store`. Looks at the ref's file and the folders above it."""
+        self._client.trusted_path(_ref_path(manifest.key, str(manifest.variant)))
+
     def lookup(self, key: CacheKey) -> list[Manifest]:
         """See `Store`."""
         found = []

@@ -55,6 +55,9 @@ class TieredStore:
         """See `Store`."""
         return False
 
+    def require_own(self, manifest: Manifest) -> None:
+        """See `Store`. Nothing here is the user's own."""
+
     def lookup(self, key: CacheKey) -> list[Manifest]:
         """See `Store`. Variants that only this host has are found as well."""
         return self.resolve([key])[key]

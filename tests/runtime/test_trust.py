@@ -357,6 +357,25 @@ def test_an_unsigned_artifact_of_this_hosts_own_store_is_opened(
     assert first
 
 
+@pytest.mark.parametrize("part", ["", "refs", "its folder", "itself"])
+def test_an_unsigned_manifest_that_others_could_have_written_opens_nothing(
+    pair: Artifact, manifest: Manifest, tmp_path: Path, key: SigningKey, part: str
+) -> None:
+    """Also where its archive lies unpacked in a place of this user's, and is not read again."""
+    root = tmp_path / "own"
+    store = open_store(root)
+    first = pair.renamed("opened before")
+    assert store.publish(first, pair.archive)
+    registry.open_artifact(first, store, tmp_path / "home")
+    before = len(_dlopened)
+    assert store.publish(manifest, pair.archive)
+    (ref,) = root.glob(f"refs/*/{manifest.key}/*.json")
+    {"": root, "refs": root / "refs", "its folder": ref.parent, "itself": ref}[part].chmod(0o777)
+    with pytest.raises(RejectedArtifact, match="other users could have changed it"):
+        Resolver(store, tmp_path / "home", host.host_facts(), None, Stats()).by_key(manifest.key)
+    assert len(_dlopened) == before
+
+
 def test_trust_in_unsigned_artifacts_opens_them_with_one_warning_that_names_them(
     tmp_path: Path,
     pair: Artifact,
