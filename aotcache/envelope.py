@@ -17,6 +17,9 @@ from aotcache.errors import ManifestError
 
 MANIFEST_TYPE = "application/vnd.aotcache.manifest+json"
 
+_MOST = 32
+"""Signatures of one document: each costs whoever verifies it some time."""
+
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -80,6 +83,8 @@ class Envelope:
         """
         try:
             found = _DOCUMENT.validate_json(data)
+            if len(found.signatures) > _MOST:
+                raise ValueError(f"{len(found.signatures)} signatures, expected at most {_MOST}")
             return cls(
                 _bytes(found.payload),
                 tuple(Signature(s.keyid, _bytes(s.sig)) for s in found.signatures),

@@ -66,6 +66,7 @@ def test_the_form_of_the_refused_ones_is_read_when_nothing_is_wrong_with_it() ->
         document(signatures=[{"keyid": "k"}]),
         document(signatures=[{"sig": ""}]),
         document(signatures=[{"keyid": "k", "sig": "", "cert": ""}]),
+        document(signatures=[{"keyid": "k", "sig": ""}] * 33),
         document(payload="a"),
         document(payload="cGF5bG9hZA=="[:-1]),
         document(payload="cGF5 bG9hZA=="),

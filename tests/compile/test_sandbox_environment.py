@@ -8,6 +8,7 @@ import pytest
 
 from aotcache.compile.sandbox import Sandbox, scrubbed
 from aotcache.errors import ConfigError
+from aotcache.trust import SigningKey
 
 
 def test_what_would_change_the_code_is_refused_by_name() -> None:
@@ -33,6 +34,23 @@ def test_no_secret_and_no_place_of_one_reaches_the_builder() -> None:
         }
     )
     assert kept == {"AOTCACHE_HOME": "/home"}
+
+
+def test_a_running_builder_has_neither_key_nor_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    SigningKey.generate().save(keys / "signing.pem")
+    monkeypatch.setenv("AOTCACHE_CONFIG_HOME", str(keys))
+    monkeypatch.setenv("AOTCACHE_TOKEN", "aot_secret")
+    staging, headers = tmp_path / "staging", tmp_path / "headers"
+    staging.mkdir()
+    headers.mkdir()
+    with Sandbox({}, staging, headers=headers, seconds=60, memory=None) as builder:
+        text = Path(f"/proc/{builder._process.pid}/environ").read_bytes().decode()
+    assert "aot_secret" not in text
+    assert str(keys) not in text
+    seen = dict(line.split("=", 1) for line in text.split("\0") if line)
+    assert not Path(seen["AOTCACHE_CONFIG_HOME"]).exists()
+    assert "XDG_CONFIG_HOME" not in seen
 
 
 def test_a_refused_environment_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
