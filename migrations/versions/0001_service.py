@@ -110,7 +110,7 @@ def _build_tables() -> None:
         sa.Column("expires", sa.Double(), nullable=True),
         sa.PrimaryKeyConstraint("id", name="pk_builds"),
         sa.CheckConstraint(
-            "state IN ('queued', 'running', 'done', 'failed', 'cancelled')", name="ck_builds_state"
+            "state IN ('queued', 'running', 'done', 'failed', 'cancelled')", name=op.f("ck_builds_state")
         ),
     )
     op.create_index(

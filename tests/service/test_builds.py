@@ -307,3 +307,27 @@ def test_another_process_sees_everything(builds: Builds, database_url: str) -> N
         assert Builds(restarted).progress(build.id, claim.lease.id, claim.lease.token).seconds == 60.0
     finally:
         restarted.close()
+
+
+def test_of_many_who_ask_all_along_all_get_the_one_recorded_failure(builds: Builds) -> None:
+    def fail_twice() -> int:
+        attempts = 0
+        while attempts < 2:
+            claim = builds.claim(["drafter"], [VARIANT], "builder")
+            if claim is not None:
+                attempts += 1
+                finished(builds, claim, BROKEN, retry=True)
+        return attempts
+
+    def ask_until_it_ends(_: int) -> Build:
+        while not (build := asked(builds)).ended:
+            pass
+        return build
+
+    with ThreadPoolExecutor(9) as pool:
+        builder = pool.submit(fail_twice)
+        answers = list(pool.map(ask_until_it_ends, range(64)))
+        assert builder.result() == 2
+    assert len({answer.id for answer in answers}) == 1
+    assert {(answer.state, answer.attempts, answer.error) for answer in answers} == {("failed", 2, BROKEN)}
+    assert builds.claim(["drafter"], [VARIANT], "builder") is None
