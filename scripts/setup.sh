@@ -29,6 +29,7 @@ command -v "$python" >/dev/null || need "Python 3.10 or newer" python3 python3-v
     || die "$("$python" -V) is too old: 3.10 or newer is needed. Name one with PYTHON=/path/to/python3.11"
 
 command -v "${CXX:-g++}" >/dev/null || need "a C++ compiler (AOTInductor calls it)" g++
+command -v curl >/dev/null || need "curl (the examples of docs/rest.md are run)" curl
 # The server's programs, which tests start themselves; Debian has them outside PATH.
 command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null \
     || need "PostgreSQL (tests run the service on it)" postgresql
