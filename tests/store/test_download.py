@@ -298,3 +298,16 @@ def test_two_downloads_to_one_place_do_not_share_a_draft(tmp_path: Path) -> None
     assert inner == ["running", "done"]
     assert (tmp_path / "copy").read_bytes() == DATA
     assert os.listdir(tmp_path) == ["copy"]
+
+
+def test_a_large_archive_passes_through_little_memory(tmp_path: Path) -> None:
+    data = os.urandom(1 << 20) * 40
+    digest = sha256(data)
+    with faulty(lambda answer, asked: answer.send(200, data)) as server:
+        session = ServiceSession(server.url)
+        tracemalloc.start()
+        download(session, f"/v1/blobs/{digest}", digest, tmp_path / "copy")
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+        tracemalloc.stop()
+        session.close()
+    assert sha256((tmp_path / "copy").read_bytes()) == digest
