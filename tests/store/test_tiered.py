@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -233,6 +236,44 @@ def test_a_download_that_another_process_broke_off_is_gone_on_with(tmp_path: Pat
     assert path.read_bytes() == data
     assert ranges == [None, "bytes=70000-", "bytes=70000-"]
     assert os.listdir(tmp_path / "copies" / "tmp") == []
+
+
+def test_a_process_that_is_killed_while_it_downloads_holds_up_nobody(tmp_path: Path) -> None:
+    data = os.urandom(400_000)
+    digest = sha256(data)
+    killed = threading.Event()
+    ranges: list[str | None] = []
+
+    def answer(answer: Answer, asked: Asked) -> None:
+        ranges.append(asked.headers.get("range"))
+        if len(ranges) == 1:
+            answer.send(200, data[:300_000], length=len(data))
+            killed.wait(30)
+        else:
+            first = int(asked.headers["range"][6:-1])
+            said = f"bytes {first}-{len(data) - 1}/{len(data)}"
+            answer.send(206, data[first:], Content_Range=said)
+
+    with faulty(answer) as server:
+        child = os.fork()
+        if child == 0:
+            tiered(tmp_path, HttpStore(server.url, ServiceSession(server.url))).blob_path(digest)
+            os._exit(0)
+        draft = tmp_path / "copies" / "tmp" / f".{digest}.pt2.part"
+        until = time.monotonic() + 30
+        while not draft.exists() or draft.stat().st_size < 200_000:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        killed.set()
+        session = ServiceSession(server.url)
+        path = tiered(tmp_path, HttpStore(server.url, session)).blob_path(digest)
+        session.close()
+    assert path is not None
+    assert path.read_bytes() == data
+    assert len(ranges) == 2
+    assert int(str(ranges[1])[6:-1]) >= 200_000
 
 
 _WITHOUT_A_SERVER = """
