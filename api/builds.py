@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated
 
+import anyio
 from fastapi import APIRouter, Depends, Header, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
@@ -46,6 +46,9 @@ LOOK_SECONDS = 0.3
 
 PING_SECONDS = 15
 """How often a stream without news says that it is alive."""
+
+END_SECONDS = 5.0
+"""How long streams may take to end when the server does."""
 
 SEND_SECONDS = 30.0
 """How long a watcher may take nothing."""
@@ -177,13 +180,22 @@ async def events(
     if build is None:
         raise _no_build(id)
     after = int(last_event_id) if last_event_id is not None and last_event_id.isdecimal() else 0
+    ending = anyio.Event()
     return EventSourceResponse(
-        _stream(service, id, after), ping=PING_SECONDS, send_timeout=SEND_SECONDS, sep="\n"
+        _stream(service, id, after, ending),
+        ping=PING_SECONDS,
+        send_timeout=SEND_SECONDS,
+        sep="\n",
+        shutdown_event=ending,
+        shutdown_grace_period=END_SECONDS,
     )
 
 
-async def _stream(service: Service, build: str, after: int) -> AsyncIterator[ServerSentEvent]:
-    while True:
+async def _stream(
+    service: Service, build: str, after: int, ending: anyio.Event
+) -> AsyncIterator[ServerSentEvent]:
+    """Until the build or the server ends; a watcher of the latter comes back with the number of its last event."""
+    while not ending.is_set():
         # The state is read first: whatever led to a final one is among the events read afterwards.
         now = await run_in_threadpool(service.builds.get, build)
         found = await run_in_threadpool(service.builds.events, build, after)
@@ -193,4 +205,5 @@ async def _stream(service: Service, build: str, after: int) -> AsyncIterator[Ser
         if not found and (now is None or now.ended):
             return
         if not found:
-            await asyncio.sleep(LOOK_SECONDS)
+            with anyio.move_on_after(LOOK_SECONDS):
+                await ending.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import platform
@@ -9,10 +10,11 @@ import signal
 import socket
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -86,7 +88,7 @@ def serve(
         raise ConfigError("--builder without --spec has nothing to build; name a spec, or leave it out")
     trusted = trusted_keys(current)
     if builder is not False:
-        _ensure_key(current, trusted)
+        _ensure_key(current, trusted, building)
     logs.configure()
     config = ServiceConfig(
         store=store or _store(current),
@@ -116,13 +118,21 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
 
+        ends: list[Callable[[], None]] = []
+
         class Server(uvicorn.Server):
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 if self.started:
                     _announce(url, as_json)
                     if building:
-                        stack.callback(_start_builder(url, list(specs.values()), tokens))
+                        ends.append(_start_builder(url, list(specs.values()), tokens))
+
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                # The builder gives back what it has while it can still be heard.
+                for end in ends:
+                    await asyncio.to_thread(end)
+                await super().shutdown(sockets)
 
         server = Server(
             uvicorn.Config(
@@ -170,9 +180,10 @@ def _store(current: Settings) -> str:
     return current.store
 
 
-def _ensure_key(current: Settings, trusted: TrustedKeys) -> None:
+def _ensure_key(current: Settings, trusted: TrustedKeys, building: bool) -> None:
+    """A key to sign with, unless there is one, or builders elsewhere have theirs."""
     path = signing_key_path(current)
-    if path.exists() or trusted.list():
+    if path.exists() or (trusted.list() and not building):
         return
     key = SigningKey.generate()
     key.save(path)
@@ -211,7 +222,7 @@ def _announce(url: str, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def _start_builder(url: str, specs: list[Path], tokens: Tokens) -> Any:
+def _start_builder(url: str, specs: list[Path], tokens: Tokens) -> Callable[[], None]:
     """Start the builder; answers what ends it."""
     from aotcache.cli.builder_process import BuilderProcess
 
