@@ -23,6 +23,7 @@ from sqlalchemy import (
     Connection,
     Double,
     Engine,
+    Text,
     create_engine,
     event,
     func,
@@ -206,7 +207,8 @@ def among(session: Session, column: InstrumentedAttribute[str], values: Iterable
     if session.get_bind().dialect.name == "sqlite":
         listed = func.json_each(json.dumps(plain)).table_valued("value")
         return column.in_(select(listed.c.value))
-    return column == func.any(literal(plain, postgresql.ARRAY(column.type)))
+    # Not of the type of the column: PostgreSQL would cut what is longer, and find what nobody asked for.
+    return column == func.any(literal(plain, postgresql.ARRAY(Text())))
 
 
 def upsert(

@@ -216,6 +216,14 @@ def test_one_parameter_asks_for_many(database: Database) -> None:
         assert session.scalars(select(BlobRow.digest).where(among(session, BlobRow.digest, []))).all() == []
 
 
+def test_a_text_that_is_too_long_is_not_cut_to_one_that_is_there(database: Database) -> None:
+    with database.session(write=True) as session:
+        upsert(session, BlobRow, [{"digest": "a" * 64, "size": 1, "stored": 1.0}])
+    with database.session() as session:
+        for asked in (among(session, BlobRow.digest, ["a" * 65]), BlobRow.digest == "a" * 65):
+            assert session.scalars(select(BlobRow.digest).where(asked)).all() == []
+
+
 def test_upsert_sets_what_it_is_told_to_and_leaves_the_rest(database: Database) -> None:
     row = {"digest": "a", "size": 1, "stored": 1.0}
     with database.session(write=True) as session:

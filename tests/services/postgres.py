@@ -51,7 +51,7 @@ class Postgres:
         )
         with (self._folder / "log").open("wb") as log:
             self._server = subprocess.Popen(
-                [self._bin / "postgres", "-D", data, "-k", self._folder, *_options()],
+                [*_with_us(), self._bin / "postgres", "-D", data, "-k", self._folder, *_options()],
                 stdout=log,
                 stderr=log,
                 **self._as,  # type: ignore[call-overload]
@@ -116,6 +116,12 @@ def _options() -> list[str]:
         "shared_buffers": "64MB",
     }
     return [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+
+
+def _with_us() -> list[str]:
+    """Where that can be said, the server ends with this process, also if this one is killed."""
+    setpriv = shutil.which("setpriv")
+    return [] if setpriv is None else [setpriv, "--pdeathsig", "QUIT", "--"]
 
 
 def _programs() -> Path:
