@@ -329,6 +329,12 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
         lines.append(nothing_near(call.mode))
     elif found.differences:
         lines += found.lines("this call", most=_NEAREST)
+    if (
+        found is not None
+        and not found.differences
+        and trust_problem(found.manifest, own=store.own, config=Settings()) is not None
+    ):
+        return "\n".join(lines)  # it is built; the reason says whom to trust for it
     lines.append(_way_out([] if found is None else found.differences, warm_line))
     return "\n".join(lines)
 
