@@ -58,3 +58,8 @@ def test_every_link_between_documents_leads_somewhere() -> None:
     for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_document_is_listed_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert {path.name for path in (ROOT / "docs").glob("*.md") if f"(docs/{path.name})" not in readme} == set()
