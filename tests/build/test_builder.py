@@ -21,7 +21,7 @@ from aotcache.key import KeyParts
 from aotcache.store import open_store
 from aotcache.store.builds import Build, BuildService
 from aotcache.types import CacheKey
-from tests.services.building import Building, building, client_of, write_spec
+from tests.services.building import ROOT, Building, building, client_of, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -111,7 +111,7 @@ def alone(served: Building, service: BuildService, tmp_path: Path) -> Iterator[s
     command = ["builder", "--service", served.url, "--spec", str(spec.path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "aotcache", *command],
-        env={**os.environ, **served.environment, "AOTCACHE_HOME": str(home)},
+        env={**os.environ, **served.environment, "AOTCACHE_HOME": str(home), "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
     )
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,17 +16,16 @@ from aotcache.store.session import ServiceSession
 from aotcache.trust import SigningKey, TrustedKeys
 from tests.services.serving import ROOT, Serving, serving
 
-SERVICED = ROOT / "tests" / "build" / "specs" / "serviced.py"
+MODULE = "tests.build.specs.serviced"
 LEASE_SECONDS = 3
 
 
 def write_spec(folder: Path, layers: str, name: str | None = None) -> Spec:
-    """A spec of `tests/build/specs/serviced.py` with one region, and so one key, for each letter."""
+    """A spec of `tests.build.specs.serviced` with one region, and so one key, for each letter."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(SERVICED, folder)
     path = folder / f"{name or 'serviced'}.toml"
     path.write_text(
-        f'[drafter]\nname = "{name or "serviced"}"\nfactory = "serviced:build"\nbatch = "serviced:batch"\n'
+        f'[drafter]\nname = "{name or "serviced"}"\nfactory = "{MODULE}:build"\nbatch = "{MODULE}:batch"\n'
         f'regions = ["layers.*"]\nmodes = ["infer"]\nkwargs = {{ names = "{layers}" }}\n[buckets]\nrows = [3]\n'
     )
     return load_spec(path)
@@ -84,7 +82,11 @@ def building(
         folder,
         port=port,
         arguments=["--spec", str(spec.path), *([] if builder else ["--no-builder"])],
-        environment={"AOTCACHE_LEASE_SECONDS": str(LEASE_SECONDS), **(environment or {})},
+        environment={
+            "AOTCACHE_LEASE_SECONDS": str(LEASE_SECONDS),
+            "PYTHONPATH": str(ROOT),
+            **(environment or {}),
+        },
     ) as server:
         yield Building(server, spec)
 
@@ -97,6 +99,7 @@ def client_of(made: Building, home: Path) -> Iterator[None]:
     if not (home / "headers").exists():
         (home / "headers").symlink_to(Path(os.environ["AOTCACHE_HOME"]) / "headers")
     patch.setenv("AOTCACHE_HOME", str(home))
+    patch.setenv("PYTHONPATH", str(ROOT))
     for name, value in made.environment.items():
         patch.setenv(name, value)
     try:
