@@ -6,7 +6,6 @@ from functools import cache
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import PlainTextResponse
 
 from aotcache.api.errors import Refused
 from aotcache.api.schemas import ERRORS, Health, TrustAnswer, TrustedKeyRow
@@ -45,7 +44,7 @@ def readyz(service: ServiceOf) -> Health:
 @router.get(
     "/metrics",
     summary="Numbers for Prometheus",
-    response_class=PlainTextResponse,
+    response_class=Response,
     responses={**ERRORS, 200: {"content": {"text/plain": {}}}},
 )
 def metrics(service: ServiceOf) -> Response:

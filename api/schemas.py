@@ -13,6 +13,7 @@ _HEX = "[0-9a-f]{64}"
 _KEY = "3f" * 32
 _DIGEST = "a1" * 32
 _VARIANT = "cpu-x86_64-avx2+torch2.13.0-cccccccc-cpu"
+_LEASE = "9b1deb4d3b7d4bad9bdd2b0d7b3dcb6d"
 _BUILD = "b1946ac92492d2347c6235b4d2611184"
 
 Hex64 = Annotated[str, StringConstraints(pattern=f"^{_HEX}$", min_length=64, max_length=64)]
@@ -51,7 +52,7 @@ class ErrorDetail(Answer):
     """See docs/operations.md for each type."""
 
     type: ErrorType
-    message: str
+    message: str = Field(examples=["nothing is stored for this key; aotcache why explains a miss"])
     details: dict[str, Any]
     request_id: str
 
@@ -197,7 +198,7 @@ class LeaseToken(Answer):
 class LeaseAnswer(Answer):
     """A lease, to be renewed before `seconds` are over."""
 
-    lease: str = Field(examples=["9b1deb4d3b7d4bad9bdd2b0d7b3dcb6d"])
+    lease: str = Field(examples=[_LEASE])
     token: int = Field(examples=[17])
     seconds: float = Field(examples=[30.0])
 
@@ -287,16 +288,16 @@ class ClaimAnswer(Answer):
     """A build and the lease to work under."""
 
     build: BuildAnswer
-    lease: str
-    token: int
-    seconds: float
+    lease: str = Field(examples=[_LEASE])
+    token: int = Field(examples=[17])
+    seconds: float = Field(examples=[60.0])
 
 
 class ProgressRequest(Answer):
     """A heartbeat, and what the builder is doing."""
 
-    lease: Name
-    token: Fencing
+    lease: Name = Field(examples=[_LEASE])
+    token: Fencing = Field(examples=[17])
     stage: Name = Field(examples=["compile"])
     expected_seconds: float | None = Field(default=None, ge=0, le=1e9, allow_inf_nan=False, examples=[42.0])
 
@@ -305,17 +306,17 @@ class ProgressAnswer(Answer):
     """Whether to go on, and how long the lease holds."""
 
     cancelled: bool
-    seconds: float
+    seconds: float = Field(examples=[60.0])
 
 
 class FinishRequest(Answer):
     """How a build ended."""
 
-    lease: Name
-    token: Fencing
+    lease: Name = Field(examples=[_LEASE])
+    token: Fencing = Field(examples=[17])
     error: BuildError | None = None
     log: Text = ""
-    retry: bool = False
+    retry: bool = Field(default=False, description="Whether another attempt could go better")
 
 
 class Health(Answer):
