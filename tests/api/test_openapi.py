@@ -37,30 +37,33 @@ def test_the_server_does_what_its_description_says(tmp_path: Path) -> None:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=SECONDS)
         for result in schema.get_all_operations():
             operation = result.ok()
-            excluded = (
-                [positive_data_acceptance] if (operation.method.upper(), operation.path) in DEEPER else []
-            )
             for mode, examples in EXAMPLES.items():
                 if mode is GenerationMode.NEGATIVE and not _can_be_wrong(operation):
                     continue
-
-                @settings(
-                    max_examples=examples,
-                    derandomize=True,
-                    deadline=None,
-                    database=None,
-                    phases=[Phase.generate],
-                    suppress_health_check=list(HealthCheck),
-                )
-                @given(case=operation.as_strategy(generation_mode=mode))
-                def check(case: Any) -> None:
-                    case.call_and_validate(headers=headers, timeout=SECONDS, excluded_checks=excluded)
-
-                check()
+                _exercise(operation, mode, examples, headers)
                 seen += 1
         assert server.process.poll() is None
         assert not [line for line in server.requests() if line["status"] >= 500]
     assert seen > 30
+
+
+def _exercise(operation: Any, mode: GenerationMode, examples: int, headers: dict[str, str]) -> None:
+    deeper = (operation.method.upper(), operation.path) in DEEPER
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        excluded = [positive_data_acceptance] if deeper else []
+        case.call_and_validate(headers=headers, timeout=SECONDS, excluded_checks=excluded)
+
+    check()
 
 
 def _can_be_wrong(operation: Any) -> bool:
