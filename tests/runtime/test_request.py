@@ -1,0 +1,122 @@
+"""`on_miss="request"`: eager until a refresh, one build for each key, and ranks that swap together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aotcache
+from aotcache.errors import ConfigError
+from aotcache.runtime.attach import Handle
+from tests.build.specs import serviced
+from tests.loops.ranks import run
+from tests.runtime.requesting import until
+from tests.services.building import Building, building, client_of, write_spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, importable: None) -> Iterator[Building]:
+    with building(tmp_path_factory.mktemp("service"), "abz") as made:
+        yield made
+
+
+@pytest.fixture
+def client(served: Building, tmp_path: Path) -> Iterator[Building]:
+    with client_of(served, tmp_path / "home"):
+        yield served
+
+
+def call(model: serviced.Drafter) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.ones(3, serviced.WIDTH))
+
+
+def counts(handle: Handle) -> dict[str, Any]:
+    stats = handle.stats()
+    return {name: stats[name] for name in ("hits", "eager_calls", "requested", "pending", "failed")}
+
+
+def ready(handle: Handle) -> int:
+    assert handle.requests is not None
+    return len(handle.requests.ready())
+
+
+def test_a_call_runs_eagerly_until_the_artifact_is_swapped_in(
+    client: Building, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = serviced.build("abz").eval()
+    spec = write_spec(tmp_path / "here", "abz")
+    want = call(serviced.build("ab"))
+    caplog.set_level(logging.WARNING, "aotcache.runtime.request")
+    with aotcache.attach(model, spec, on_miss="request") as handle:
+        first = [call(model.layers[name]) for name in "abz"]
+        assert counts(handle)["requested"] == 3
+        assert counts(handle)["pending"] == 3
+        until(lambda: ready(handle) == 2 and handle.stats()["failed"] == 1)
+        torch.testing.assert_close(call(model.layers["b"]), first[1])
+        # Open, and not in use: nothing changes between two refreshes.
+        assert counts(handle) == {"hits": 0, "eager_calls": 4, "requested": 3, "pending": 2, "failed": 1}
+        handle.refresh()
+        torch.testing.assert_close(call(model.layers["b"])[0], first[1][0])
+        torch.testing.assert_close(model.layers["b"](call(model.layers["a"])), want)
+        call(model.layers["z"])
+        handle.refresh()
+        call(model.layers["z"])
+        assert counts(handle) == {"hits": 3, "eager_calls": 6, "requested": 3, "pending": 0, "failed": 1}
+        assert handle.stats()["traces"] == 0
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "aotcache.runtime.request"]
+    assert "region 'layers.z' stays eager" in told
+    assert "UnsupportedGraph" in told
+    assert "serviced.py" in told
+
+
+def test_ranks_swap_in_what_all_of_them_have_and_nothing_before(client: Building, tmp_path: Path) -> None:
+    store = aotcache.open_store(client.url)
+    spec = write_spec(tmp_path / "here", "ab")
+    digests = {m.region: m.digest for m in store.list()}
+    environments = []
+    for rank in range(2):
+        (tmp_path / f"rank{rank}").mkdir()
+        environments.append({**client.environment, "AOTCACHE_HOME": str(tmp_path / f"rank{rank}")})
+    wanted = [digests["layers.a"], digests["layers.b"]]
+    found = run("tests.runtime.requesting:ranks", environments, str(spec.path), wanted, seconds=240)
+    assert [rank["ready"] for rank in found] == [2, 0]
+    for rank in found:
+        # Hits and eager calls after each step: nothing, nothing, one layer, both.
+        assert rank["steps"] == [[0, 2], [0, 4], [1, 5], [3, 5]]
+        assert {k: rank["stats"][k] for k in ("requested", "pending", "failed", "traces")} == {
+            "requested": 2,
+            "pending": 0,
+            "failed": 0,
+            "traces": 0,
+        }
+
+
+def test_a_service_that_is_away_is_waited_for(
+    client: Building, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = serviced.build("a").eval()
+    spec = write_spec(tmp_path / "here", "a")
+    with aotcache.attach(model, spec, store="http://127.0.0.1:9", on_miss="request") as handle:
+        x = torch.ones(3, serviced.WIDTH)
+        with torch.no_grad():
+            torch.testing.assert_close(model.layers["a"](x), torch.relu(x) * model.layers["a"].factor)
+        until(lambda: any("not asked for now" in record.getMessage() for record in caplog.records))
+        handle.refresh()
+        assert counts(handle) == {"hits": 0, "eager_calls": 1, "requested": 1, "pending": 1, "failed": 0}
+
+
+def test_a_store_that_is_no_service_is_refused(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, "a")
+    with pytest.raises(ConfigError, match="is none"):
+        aotcache.attach(serviced.build("a"), spec, store=str(tmp_path / "store"), on_miss="request")
+    with aotcache.attach(serviced.build("a"), spec, store=str(tmp_path / "store")) as handle:
+        with pytest.raises(ConfigError, match="process group"):
+            handle.refresh(group="world")
