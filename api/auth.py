@@ -70,6 +70,7 @@ class Requires:
         caller = _caller(request, service, credentials)
         request.state.caller = caller.name
         caller.require(self.scope)
+        _require_plain(request)
         return caller
 
 
@@ -96,6 +97,19 @@ def _caller(request: Request, service: ServiceOf, credentials: HTTPAuthorization
             "make a token: aotcache token create",
         )
     return Caller(None, frozenset(SCOPES))
+
+
+def _require_plain(request: Request) -> None:
+    given = [name for name, _ in request.query_params.multi_items()]
+    twice = (
+        sorted({name[:80] for name in given if given.count(name) > 1})
+        if len(given) < 100
+        else ["more than 100"]
+    )
+    if twice:
+        raise Refused(
+            "bad_request", f"given more than once, so that it is unclear what is meant: {', '.join(twice)}"
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -271,3 +271,10 @@ def test_hits_and_misses_are_counted_in_the_database(api: Api) -> None:
     assert (totals.hits, totals.misses) == (3, 3)
     assert totals.saved_seconds == pytest.approx(1.5)
     assert CacheKey(row["key"]) == manifest.key
+
+
+def test_a_parameter_that_is_given_twice_is_refused(api: Api) -> None:
+    manifest = api.publish()
+    path = f"/v1/artifacts/{manifest.key}?variant=a&variant={manifest.target}"
+    assert error(api.client.delete(path)) == (400, "bad_request")
+    assert api.service.store.lookup(manifest.key) == [manifest]
