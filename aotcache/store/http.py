@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,16 +70,30 @@ class HttpStore:
                 )
         return found
 
-    def resolve(self, keys: Iterable[CacheKey]) -> dict[CacheKey, list[Manifest]]:
-        """See `Store`. One request for 1,000 keys, and one for each key that is there."""
+    def resolve(
+        self, keys: Iterable[CacheKey], *, known: Mapping[Digest, Manifest] | None = None
+    ) -> dict[CacheKey, list[Manifest]]:
+        """See `Store`. One request for 1,000 keys, and one for each key that is there and not known.
+
+        Args:
+            keys: As there.
+            known: Manifests that the caller has, by the sha256 of their documents: they are not sent again.
+        """
         wanted = list(dict.fromkeys(keys))
+        answered: dict[CacheKey, list[Manifest]] = {key: [] for key in wanted}
         there: list[CacheKey] = []
         for first in range(0, len(wanted), _KEYS):
             part = wanted[first : first + _KEYS]
             answer = self.session.json("POST", "/v1/resolve", body={"keys": part})
             found = _of(answer, "found", dict, self.url)
-            there += [key for key in part if found.get(key)]
-        return {key: [] for key in wanted} | dict(zip(there, _each(self.lookup, there), strict=True))
+            for key in part:
+                manifests = _all_known(key, found.get(key), known or {})
+                if manifests is None:
+                    there.append(key)
+                else:
+                    answered[key] = manifests
+                    self._sizes |= {manifest.digest: manifest.size for manifest in manifests}
+        return answered | dict(zip(there, _each(self.lookup, there), strict=True))
 
     def publish(
         self,
@@ -251,6 +265,20 @@ def _each(action: Callable[[CacheKey], T], keys: Sequence[CacheKey]) -> Sequence
         return [action(key) for key in keys]
     with ThreadPoolExecutor(min(_THREADS, len(keys)), thread_name_prefix="aotcache-http") as pool:
         return list(pool.map(action, keys))
+
+
+def _all_known(key: CacheKey, references: Any, known: Mapping[Digest, Manifest]) -> list[Manifest] | None:
+    """The manifests that a key's references name, if the caller has all of them already; none for a miss."""
+    if not references:
+        return []
+    found: list[Manifest] = []
+    for reference in references if isinstance(references, list) else [None]:
+        named = reference if isinstance(reference, dict) else {}
+        manifest = known.get(Digest(str(named.get("document"))))
+        if manifest is None or (manifest.key, str(manifest.variant)) != (key, named.get("variant")):
+            return None
+        found.append(manifest)
+    return found
 
 
 def _blob(digest: Digest) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from aotcache.store.circuit import circuit_for
 from aotcache.store.http import HttpStore
 from aotcache.store.local import make_dirs, once
 from aotcache.store.objects import ObjectStore
-from aotcache.types import CacheKey, Digest, Variant
+from aotcache.types import CacheKey, Digest, Variant, sha256
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class TieredStore:
         """See `Store`."""
         wanted = list(dict.fromkeys(keys))
         copies = self.local.resolve(wanted)
-        found = self._reachable(lambda: self.remote.resolve(wanted))
+        found = self._reachable(lambda: self._asked(wanted, copies))
         if found is None:
             return copies
         answer = {}
@@ -163,6 +163,15 @@ class TieredStore:
             return None
         circuit.reached()
         return found
+
+    def _asked(
+        self, wanted: Sequence[CacheKey], copies: Mapping[CacheKey, Sequence[Manifest]]
+    ) -> Mapping[CacheKey, Sequence[Manifest]]:
+        """The remote store's answer; a service need not send what lies here already."""
+        if not isinstance(self.remote, HttpStore):
+            return self.remote.resolve(wanted)
+        known = {sha256(m.document()): m for manifests in copies.values() for m in manifests}
+        return self.remote.resolve(wanted, known=known)
 
     def _remember(self, manifest: Manifest) -> None:
         self._seen.setdefault(manifest.digest, {})[manifest.key, str(manifest.variant)] = manifest

@@ -129,6 +129,35 @@ def test_the_remote_entry_wins_over_a_copy_of_an_older_one(tmp_path: Path, remot
     assert store.local.lookup(new.key) == [new]
 
 
+def test_what_lies_here_is_not_sent_again_and_what_was_replaced_is(
+    tmp_path: Path, service: Serving, signing_key: SigningKey
+) -> None:
+    remote = HttpStore(service.url, ServiceSession(service.url))
+    kept = [put(remote, tmp_path, b"bytes %d" % n, signing_key) for n in range(5)]
+    store = tiered(tmp_path, remote)
+    keys = [manifest.key for manifest in kept]
+    assert store.resolve(keys) == {manifest.key: [manifest] for manifest in kept}
+    for manifest in kept:
+        store.blob_path(manifest.digest)
+
+    def manifests_sent() -> int:
+        return sum(request["route"] == "/v1/artifacts/{key}" for request in service.requests())
+
+    before = manifests_sent()
+    again = tiered(tmp_path, remote).resolve(keys)
+    assert again == {manifest.key: [manifest] for manifest in kept}
+    assert all(found.envelope is not None for (found,) in again.values())
+    assert manifests_sent() == before
+
+    newer = sign(make_manifest(b"newer", call=b"bytes 3".hex()[:40]), signing_key)
+    assert newer.key == keys[3]
+    assert remote.publish(newer, write_archive(tmp_path, b"newer"), replace=True)
+    before = manifests_sent()
+    assert tiered(tmp_path, remote).resolve(keys)[newer.key] == [newer]
+    assert manifests_sent() == before + 1
+    remote.session.close()
+
+
 def test_what_only_this_host_has_is_found_beside_what_the_remote_has(
     tmp_path: Path, remote: ObjectStore
 ) -> None:
