@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,21 @@ class Host:
         """The fleet's spec."""
         return self.folder / "specs" / "fleet.toml"
 
+    @contextmanager
+    def running(self, *arguments: str) -> Iterator[None]:
+        """A command of aotcache beside what else is done, ended with SIGTERM."""
+        process = self.start("-m", "aotcache", *arguments)
+        try:
+            yield
+            assert process.poll() is None, process.communicate()[1][-4000:]
+            process.terminate()
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, f"{out[-2000:]}\n{err[-4000:]}"
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
     def start(self, *command: str) -> subprocess.Popen[str]:
         """Start a program with Python there."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("AOTCACHE_")}
@@ -73,7 +89,7 @@ class Host:
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", *command],
             env={**kept, "PYTHONPATH": str(ROOT), **own, **self.variables},
-            cwd=self.folder,
+            cwd=self.spec.parent if self.spec.exists() else self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from aotcache.build import plan
 from aotcache.lockfile import lock_path, write_lock
 from aotcache.store.http import HttpStore
+from aotcache.store.session import ServiceSession
 from aotcache.trust import SigningKey, TrustedKeys
-from tests.service_e2e.conftest import Host, Topology, Warmed, finish, repackaged
-from tests.services.serving import serving
+from tests.service_e2e.conftest import LIMIT, Host, Topology, Warmed, finish, repackaged
+from tests.services.serving import Serving, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,6 +35,42 @@ def check(answers: list[dict[str, Any]], *, processes: int, threads: int, layers
         assert len(answer["threads"]) == threads
         for stats in answer["threads"]:
             assert stats == {"hits": layers * STEPS, "misses": 0, "eager_calls": 0, "traces": 0}
+
+
+def test_a_builder_builds_what_a_host_without_a_compiler_asks_for(
+    topology: Topology, warmed: Warmed, tmp_path: Path
+) -> None:
+    service = topology.service
+    # On the host that has built the graph already: a third layer is another key, and no compile.
+    builder = Host.make(tmp_path / "builder", compiler=True, layers=3, **warmed.host.variables)
+    builder.variables |= {
+        "AOTCACHE_HOME": str(warmed.host.home),
+        "AOTCACHE_CONFIG_HOME": str(warmed.host.folder / "config"),
+    }
+    host = Host.make(
+        tmp_path / "host",
+        compiler=False,
+        layers=3,
+        AOTCACHE_STORE=service.url,
+        AOTCACHE_TOKEN=service.token("read", "build"),
+    )
+    host.aotcache("trust", "add", service.url, "--fingerprint", warmed.fingerprint)
+    with builder.running("builder", "--service", service.url, "--spec", str(builder.spec.parent)):
+        until_known(service, "fleet")
+        report = host.aotcache("warm", "fleet.toml", "--remote")
+    assert report["ok"]
+    assert [built["region"] for built in report["built"]] == ["layers.2"]
+    check(finish(host.fleet(processes=1, threads=4)), processes=1, threads=4, layers=3)
+
+
+def until_known(service: Serving, spec: str) -> None:
+    """Wait until a builder has told the service of a spec."""
+    session = ServiceSession(service.url, service.token("read"))
+    ends = time.monotonic() + LIMIT
+    while spec not in {row["name"] for row in session.json("GET", "/v1/specs")["specs"]}:
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+    session.close()
 
 
 def test_hosts_without_a_compiler_train_from_the_service_and_go_on_when_it_is_gone(
