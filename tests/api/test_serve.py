@@ -14,10 +14,13 @@ from typing import Any
 
 import httpx
 
+from aotcache.cli.serve import named_specs
+from aotcache.db.engine import Database
+from aotcache.service.tokens import Tokens
 from aotcache.trust import sign
 from tests.manifests import TOOLCHAIN, make_manifest
 from tests.services.s3 import s3_server
-from tests.services.serving import ROOT, Serving, serving
+from tests.services.serving import ROOT, Serving, make_token, serving
 
 SECONDS = 60.0
 KEY = "1" * 64
@@ -106,6 +109,30 @@ def test_a_builder_without_a_spec_is_refused(tmp_path: Path) -> None:
     done = command(tmp_path, "--builder")
     assert done.returncode == 2
     assert "--spec" in done.stderr
+
+
+def test_a_builder_that_dies_is_started_again_with_a_new_token_and_ends_with_the_server(
+    tmp_path: Path,
+) -> None:
+    spec = tmp_path / "gone.toml"
+    spec.write_text((ROOT / "examples/eagle3/eagle3-8b.toml").read_text())
+    database = f"sqlite:///{tmp_path / 'aotcache.db'}"
+    token = make_token(database, "admin", name="mine")
+    with serving(tmp_path, database=database, arguments=["--spec", str(spec)]) as server:
+        spec.unlink()  # The builder reads it when it is up, and cannot.
+        ends = time.monotonic() + SECONDS
+        while server.log.count("the builder ended with status 2") < 2:
+            assert time.monotonic() < ends, server.log
+            time.sleep(0.05)
+        names = {"Authorization": f"Bearer {token}"}
+        specs = httpx.get(f"{server.url}/v1/specs", headers=names, timeout=SECONDS).json()["specs"]
+        assert [row["name"] for row in specs] == list(named_specs([ROOT / "examples/eagle3/eagle3-8b.toml"]))
+        assert server.close() == 0
+    opened = Database(database)
+    rows = Tokens(opened).list()
+    opened.close()
+    assert len(rows) >= 3
+    assert {row.name for row in rows if row.revoked is None} == {"mine"}
 
 
 def test_torch_is_never_loaded(tmp_path: Path) -> None:
