@@ -41,6 +41,8 @@ router = APIRouter(tags=["builds"])
 Builds = Annotated[Caller, Depends(Requires("build"))]
 Publishes = Annotated[Caller, Depends(Requires("publish"))]
 
+FINAL = ("done", "failed", "cancelled")
+
 LOOK_SECONDS = 0.3
 """How often the events of a watched build are looked for."""
 
@@ -182,7 +184,7 @@ async def events(
     after = int(last_event_id) if last_event_id is not None and last_event_id.isdecimal() else 0
     ending = anyio.Event()
     return EventSourceResponse(
-        _stream(service, id, after, ending),
+        _stream(service, build, after, ending),
         ping=PING_SECONDS,
         send_timeout=SEND_SECONDS,
         sep="\n",
@@ -192,18 +194,19 @@ async def events(
 
 
 async def _stream(
-    service: Service, build: str, after: int, ending: anyio.Event
+    service: Service, build: Build, after: int, ending: anyio.Event
 ) -> AsyncIterator[ServerSentEvent]:
     """Until the build or the server ends; a watcher of the latter comes back with the number of its last event."""
+    ended = build.ended
     while not ending.is_set():
-        # The state is read first: whatever led to a final one is among the events read afterwards.
-        now = await run_in_threadpool(service.builds.get, build)
-        found = await run_in_threadpool(service.builds.events, build, after)
+        found = await run_in_threadpool(service.builds.events, build.id, after)
         for event in found:
             after = event.sequence
+            ended = ended or event.data.get("state") in FINAL
             yield ServerSentEvent(json.dumps({**event.data, "at": event.at}), id=str(after), event=event.kind)
-        if not found and (now is None or now.ended):
+        if found:
+            continue
+        if ended:
             return
-        if not found:
-            with anyio.move_on_after(LOOK_SECONDS):
-                await ending.wait()
+        with anyio.move_on_after(LOOK_SECONDS):
+            await ending.wait()

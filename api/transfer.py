@@ -189,7 +189,13 @@ class Draft:
         self.path = folder / f"upload-{uuid.uuid4().hex}"
         self.size = 0
         self._hash = hashlib.sha256()
-        self._file = self.path.open("xb", buffering=0)
+        try:
+            self._file = self.path.open("xb", buffering=0)
+        except OSError as error:
+            raise StoreError(
+                f"cannot write to {folder}: {error.strerror}; nothing was stored; free space or permissions, then "
+                "try again"
+            ) from error
 
     def write(self, data: bytes) -> None:
         """Append `data`. Raises StoreError."""
