@@ -28,7 +28,7 @@ from aotcache.errors import (
     StoreError,
 )
 from aotcache.store import open_store
-from aotcache.store.builds import BuildService, service_of
+from aotcache.store.builds import BuildService, service_of, shared
 from aotcache.types import Variant
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class _Kept:
         """The cell that a build asks for; captures the drafter if that was not done yet. None: there is none."""
         if not self._cells:
             captured = self.session.capture(sandbox)
-            self._known = known_builds(self.session.store)
+            self._known = known_builds(shared(self.session.store))
             for cell in captured:
                 self._cells.setdefault((cell.key, str(Variant(cell.target, self.session.toolchain))), cell)
         return self._cells.get((build.key, build.variant))
@@ -274,13 +274,12 @@ class Builder:
         Raises:
             ServiceError: the service refuses this builder: no right to publish, another interface.
         """
-        variants = sorted({variant for kept in self._kept.values() for variant in kept.variants})
         failures = 0
         try:
             while not self._stop.is_set():
                 self._end_idle()
                 try:
-                    claimed = self._service.claim(self.names, variants, holder())
+                    claimed = self._claim()
                 except ServiceUnavailable as error:
                     failures += 1
                     if failures == 1:
@@ -297,6 +296,14 @@ class Builder:
                     self._build(*claimed)
         finally:
             self._close()
+
+    def _claim(self) -> tuple[Build, Lease] | None:
+        """The next build of any spec, for a variant that this very spec is built for here."""
+        specs: dict[tuple[str, ...], list[str]] = {}
+        for name, kept in self._kept.items():
+            specs.setdefault(tuple(kept.variants), []).append(name)
+        claims = (self._service.claim(names, variants, holder()) for variants, names in specs.items())
+        return next((claimed for claimed in claims if claimed is not None), None)
 
     def _end_idle(self) -> None:
         for kept in self._kept.values():
@@ -354,7 +361,7 @@ class Builder:
 
     def _finish(self, build: Build, lease: Lease, kept: _Kept, error: AotcacheError | None) -> None:
         """Tell the service. A build that cannot be told of is taken over when its lease ends."""
-        log = str(error.details["log"]) if isinstance(error, BuilderDied) else kept.log()
+        log = str(error.details.get("log", "")) if isinstance(error, BuilderDied) else kept.log()
         known = error is None or isinstance(error, _NoSuchCell)
         if not known:
             kept.end()  # another attempt begins in a new process

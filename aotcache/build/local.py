@@ -18,7 +18,7 @@ from aotcache.compile.sandbox import Sandbox
 from aotcache.errors import ConfigError, LeaseHeld
 from aotcache.spec import Spec
 from aotcache.store.base import Store
-from aotcache.store.builds import service_of
+from aotcache.store.builds import service_of, shared
 from aotcache.types import Variant
 
 _LAST_SECONDS = 5.0
@@ -92,7 +92,7 @@ def warm(
                 built = _build(session, todo, first, jobs, force)
         if service is not None:
             built = build_remotely(session, service, todo)
-        after = make_plan([row.cell for row in before], session.store, session.toolchain)
+        after = make_plan([row.cell for row in before], shared(session.store), session.toolchain)
         lock = None if after.missing else session.write_lock(after.rows)
     return WarmReport(after, tuple(built), time.perf_counter() - started, lock)
 
@@ -156,7 +156,7 @@ def _work(
                 return
             if sandbox is None or sandbox.dead:
                 if own is not None:
-                    own.close()
+                    session.end(own)
                 sandbox = own = session.sandbox()
             built = _build_one(session, cell, sandbox, force)
             if built.manifest is not None or built.error is not None:
@@ -164,7 +164,7 @@ def _work(
             session.finished(built)
     finally:
         if own is not None:
-            own.close()
+            session.end(own)
 
 
 def _build_one(session: Session, cell: Cell, sandbox: Sandbox, force: bool) -> Built:
@@ -176,7 +176,7 @@ def _build_one(session: Session, cell: Cell, sandbox: Sandbox, force: bool) -> B
     started = time.perf_counter()
 
     def there() -> bool:
-        return not force and any(m.variant == variant for m in session.store.lookup(cell.key))
+        return not force and any(m.variant == variant for m in shared(session.store).lookup(cell.key))
 
     try:
         lease = take(

@@ -20,7 +20,7 @@ from aotcache.errors import (
     SpecError,
 )
 from aotcache.manifest import Manifest
-from aotcache.store.builds import Build, BuildService, service_of
+from aotcache.store.builds import Build, BuildService, service_of, shared
 from aotcache.types import Variant
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class _Watch:
         error: AotcacheError | None = None
         if build.state == "done":
             variant = Variant(asked.cell.target, self._session.toolchain)
-            found = self._session.store.lookup(asked.cell.key)
+            found = shared(self._session.store).lookup(asked.cell.key)
             manifest = next((m for m in found if m.variant == variant), None)
             if manifest is None:
                 error = BuildError(

@@ -27,7 +27,7 @@ from aotcache.manifest import Manifest
 from aotcache.spec import Spec, load_spec
 from aotcache.store import open_store
 from aotcache.store.base import Store
-from aotcache.store.builds import Lease, leasing
+from aotcache.store.builds import Lease, leasing, shared
 from aotcache.store.local import make_dirs
 from aotcache.trust import SigningKey, sign, signing_key_path
 from aotcache.types import Digest, Target, Variant
@@ -131,7 +131,7 @@ class Session:
 
     def plan(self, sandbox: Sandbox) -> Plan:
         """`capture`, and what the store has of it."""
-        return make_plan(self.capture(sandbox), self.store, self.toolchain)
+        return make_plan(self.capture(sandbox), shared(self.store), self.toolchain)
 
     def _stage(self, cell: Cell | None, event: Mapping[str, Any]) -> None:
         if "bucket" in event:

@@ -25,7 +25,9 @@ def builder(
     ],
     spec: Annotated[
         list[Path],
-        typer.Option("--spec", metavar="PATH", help="A spec that may be asked for by its name, or a folder; repeat."),
+        typer.Option(
+            "--spec", metavar="PATH", help="A spec that may be asked for by its name, or a folder; repeat."
+        ),
     ],
     as_child: Annotated[
         bool, typer.Option("--as-child", hidden=True, help="End when stdin is closed: with who started it.")

@@ -216,10 +216,18 @@ def service_of(store: Store) -> BuildService | None:
     if store.own:
         return None
     from aotcache.store.http import HttpStore  # which most programs need not load
+
+    remote = shared(store)
+    return BuildService(remote.session) if isinstance(remote, HttpStore) else None
+
+
+def shared(store: Store) -> Store:
+    """What others see of a store: the remote one behind this host's copies."""
+    if store.own:
+        return store
     from aotcache.store.tiered import TieredStore
 
-    remote = store.remote if isinstance(store, TieredStore) else store
-    return BuildService(remote.session) if isinstance(remote, HttpStore) else None
+    return store.remote if isinstance(store, TieredStore) else store
 
 
 def leasing(store: Store) -> LeasingStore:
