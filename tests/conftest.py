@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-_LONG = ("cases", "integration", "build", "loops")
+_LONG = ("cases", "integration", "build", "loops", "service_e2e")
 """Folders whose tests compile most."""
 
 
