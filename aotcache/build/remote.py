@@ -168,7 +168,7 @@ class _Watch:
                 listen = False
                 if build.stage is not None and build.stage != shown:
                     shown = build.stage
-                    self._show(asked.cell, build.stage)
+                    self._show(asked.cell, build.stage, build.expected_seconds)
         return build
 
     def _listen(self, cell: Cell, build: str) -> None:
@@ -179,7 +179,7 @@ class _Watch:
                     return
                 data = event["data"]
                 if event["event"] == "stage":
-                    self._show(cell, str(data["stage"]))
+                    self._show(cell, str(data["stage"]), data.get("expected_seconds"))
                 elif data.get("state") == "queued" and "error" in data:
                     self._show(cell, f"failed ({data['error']['type']}), queued again")
         except ServiceUnavailable:
@@ -187,8 +187,9 @@ class _Watch:
         except (ServiceError, KeyError, TypeError) as error:
             logger.info("events of build %s cannot be read, it is polled: %s", build, error)
 
-    def _show(self, cell: Cell, stage: str) -> None:
-        self._session.tell(lambda p: p.stage(cell, stage))
+    def _show(self, cell: Cell, stage: str, expected: float | None = None) -> None:
+        text = stage if expected is None else f"{stage} (about {expected:.0f} s in all)"
+        self._session.tell(lambda p: p.stage(cell, text))
 
 
 __all__ = ["build_remotely", "service_for"]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,15 +21,9 @@ from aotcache.key import KeyParts
 from aotcache.store import open_store
 from aotcache.store.builds import Build, BuildService
 from aotcache.types import CacheKey
-from tests.services.building import ROOT, Building, building, client_of, write_spec
+from tests.services.building import ROOT, Building, building, children, client_of, until, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for it; the test's own limit ends what never comes."""
-    while not true():
-        time.sleep(0.05)
 
 
 def request(service: BuildService, key: CacheKey) -> Build:
@@ -42,22 +36,6 @@ def ended(service: BuildService, build: Build) -> Build:
     while not found.ended:
         time.sleep(0.2)
         found = service.get(build.id)
-    return found
-
-
-def children(pid: int, module: str = "aotcache.build.worker") -> list[int]:
-    """Builder processes that a process has started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (entry / "cmdline").read_text()
-        except OSError:
-            continue
-        if parent == pid and module in command:
-            found.append(int(entry.name))
     return found
 
 

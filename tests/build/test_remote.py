@@ -79,7 +79,7 @@ def test_the_service_builds_what_is_missing_and_the_report_is_as_of_a_warm_here(
     assert report.ok, [str(b.error) for b in report.failed]
     assert [b.cell.region for b in report.built] == ["layers.a", "layers.b"]
     assert sorted(shown.ended) == ["layers.a", "layers.b"]
-    assert ("layers.a", "compile") in shown.stages or ("layers.b", "compile") in shown.stages
+    assert any(stage.startswith("compile") for _, stage in shown.stages)
     assert report.lock is not None
     digests = {cell.region: cell.digest for cell in read_lock(report.lock).cells}
     for built in report.built:

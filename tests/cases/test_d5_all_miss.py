@@ -22,8 +22,7 @@ from aotcache.store import open_store
 from aotcache.store.builds import Build, BuildService
 from aotcache.store.session import ServiceSession
 from aotcache.types import CacheKey
-from tests.build.test_builder import children, until
-from tests.services.building import Building, building, client_of, write_spec
+from tests.services.building import Building, building, children, client_of, until, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +13,10 @@ from aotcache.config import Settings
 from aotcache.spec import load_spec
 from aotcache.store.local import locked
 from tests.build.specs import serviced
+from tests.services.building import until
 
 NAMES = "ab"
 LIMIT = 120.0
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for it; the test's own limit ends what never comes."""
-    while not true():
-        time.sleep(0.05)
 
 
 def ranks(rank: int, environments: list[dict[str, str]], spec: str, digests: list[str]) -> dict[str, Any]:

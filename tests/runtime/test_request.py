@@ -15,8 +15,7 @@ from aotcache.errors import ConfigError
 from aotcache.runtime.attach import Handle
 from tests.build.specs import serviced
 from tests.loops.ranks import run
-from tests.runtime.requesting import until
-from tests.services.building import Building, building, client_of, write_spec
+from tests.services.building import Building, building, client_of, until, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

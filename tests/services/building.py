@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,3 +107,25 @@ def client_of(made: Building, home: Path) -> Iterator[None]:
         yield
     finally:
         patch.undo()
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for it; the test's own limit ends what never comes."""
+    while not true():
+        time.sleep(0.05)
+
+
+def children(pid: int, module: str = "aotcache.build.worker") -> list[int]:
+    """Builder processes that a process has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_text()
+        except OSError:
+            continue
+        if parent == pid and module in command:
+            found.append(int(entry.name))
+    return found
