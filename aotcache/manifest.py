@@ -8,6 +8,7 @@ no calling convention that aotcache relies on.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ _READABLE = (1, 2)
 """Versions that can be read: the first knows no random inputs, no buffer updates and no aliases."""
 
 _STRICT = ConfigDict(extra="forbid")
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.+-]{1,200}\Z")
 
 
 @with_config(_STRICT)
@@ -308,7 +311,7 @@ class Manifest:
 
         Raises:
             ManifestError: for anything that is not a manifest of this schema, or
-                whose key is not the hash of its components.
+                whose key is not the hash of its components, or whose variant cannot name a file.
         """
         try:
             found = json.loads(data)
@@ -342,6 +345,12 @@ class Manifest:
                 f"{where}: the manifest says key {manifest.key} but its components hash to {key}",
                 expected=manifest.key,
                 found=key,
+            )
+        # It becomes a file's name, also of a copy of a manifest that nobody vouches for.
+        if _FILE_NAME.match(str(manifest.variant)) is None:
+            raise ManifestError(
+                f"{where}: its target and toolchain make up the name {str(manifest.variant)[:300]!r}, "
+                "expected at most 200 letters, digits and _ . + -"
             )
         return manifest
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from aotcache.errors import ManifestError
 from aotcache.key import Component, KeyParts
 from aotcache.manifest import InputSlot, Manifest
+from aotcache.types import Target
 from tests.manifests import make_manifest
 
 texts = st.text(max_size=12)
@@ -79,3 +80,19 @@ def test_unknown_fields_are_refused() -> None:
     document["extra"] = 1
     with pytest.raises(ManifestError, match="extra"):
         Manifest.from_json(json.dumps(document).encode(), where="x")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        Target("../../../cpu", "x"),
+        Target("cpu", "a/b"),
+        Target("cpu", "a\0b"),
+        Target("cpu", "x" * 200),
+        Target("cpu", "\n"),
+    ],
+    ids=["up", "folder", "nul", "long", "line"],
+)
+def test_a_variant_that_would_not_stay_in_its_folder_is_refused(target: Target) -> None:
+    with pytest.raises(ManifestError, match="make up the name"):
+        Manifest.from_json(replace(make_manifest(), target=target).to_json(), where="here")
