@@ -6,7 +6,7 @@ import json
 import re
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from aotcache.errors import (
     CorruptArtifact,
@@ -40,17 +40,37 @@ TEMPORARY = (408, 429, 500, 502, 503, 504)
 _LONGEST_MESSAGE = 2000
 
 
+def split(text: str) -> SplitResult:
+    """The parts of an address, which may have a port.
+
+    Raises:
+        StoreError: if it is none. A password that is not quoted can end the host, or look like
+            a port; so of an address with an @ nothing is repeated then.
+    """
+    unclear = "@" in text
+    try:
+        parts = urlsplit(text)
+        _ = parts.port
+        unclear = unclear and "@" not in parts.netloc and ":" in parts.netloc
+    except ValueError as error:
+        if not unclear:
+            raise StoreError(f"store {shown(text)!r} is no address: {error}") from None
+    if unclear:
+        raise StoreError(
+            "the store's address cannot be read, and is not shown, as it may hold a password; expected "
+            "scheme://host/..., without credentials"
+        )
+    return parts
+
+
 def service_url(text: str) -> str:
     """The address of a service as it is compared and shown: no credentials, query or slash at its end.
 
     Raises:
         StoreError: if it is no such address; credentials in it are not repeated.
     """
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise StoreError(f"store {shown(text)!r} is no address: {error}") from None
+    parts = split(text)
+    port = parts.port
     if parts.scheme not in _PORTS or not parts.hostname:
         raise StoreError(f"store {shown(text)!r}: expected http://host:port or https://host")
     if parts.username is not None or parts.password is not None:
@@ -84,7 +104,7 @@ def retry_after(response: httpx.Response, now: float) -> float | None:
     text = response.headers.get("Retry-After", "").strip()
     if not text:
         return None
-    if text.isdigit():
+    if text.isascii() and text.isdigit():
         return float(text[:9])
     try:
         return max(0.0, parsedate_to_datetime(text).timestamp() - now)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from aotcache.config import Settings
 from aotcache.errors import StoreError
+from aotcache.store.answers import shown, split
 from aotcache.store.base import Store
 from aotcache.store.clients import ObstoreClient
 from aotcache.store.files import FileClient
@@ -36,12 +37,12 @@ def open_store(url: str | os.PathLike[str] | None = None, *, tier: bool = True) 
     """
     current = Settings()
     text = current.store if url is None else os.fspath(url)
-    parts = urlsplit(text)
     if "://" not in text:
         return _directory(text, Path(text).expanduser().absolute(), current)
+    parts = split(text)
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:
-            raise StoreError(f"store {text!r}: expected file:///absolute/path, with three slashes")
+            raise StoreError(f"store {shown(text)!r}: expected file:///absolute/path, with three slashes")
         return _directory(text, Path(unquote(parts.path)), current)
     if parts.scheme == "memory":
         return ObjectStore(text, ObstoreClient(text))
@@ -60,7 +61,7 @@ def open_store(url: str | os.PathLike[str] | None = None, *, tier: bool = True) 
     else:
         known = ", ".join(f"{scheme}://" for scheme in ("memory", *BUCKETS, *SERVICES))
         raise StoreError(
-            f"store {text!r}: scheme {parts.scheme!r} is not supported; "
+            f"store {shown(text)!r}: scheme {parts.scheme!r} is not supported; "
             f"expected a path, file:///path or one of {known}"
         )
     if not tier:

@@ -22,6 +22,7 @@ from aotcache.errors import (
     ServiceUnavailable,
     StoreError,
 )
+from aotcache.store import open_store
 from aotcache.store.answers import service_url
 from aotcache.store.circuit import circuit_for
 from aotcache.store.session import Limits, ServiceSession, session_for
@@ -341,12 +342,29 @@ def test_addresses_are_written_in_one_way(text: str, found: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["http://", "http://h:port", "ftp://h", "http://h/?token=secret", "http://u:secret@h"]
+    "text",
+    [
+        "http://",
+        "http://h:port",
+        "ftp://h",
+        "http://[h",
+        "http://h/?token=secret",
+        "http://u:secret@h",
+        "http://u:secret/x@h",
+        "http://u:secret?x@h",
+        "http://u:12#secret@h",
+        "s3://key:secret/x@bucket/folder",
+        "s3://key:secret@bucket/folder",
+        "s3://[bucket",
+        "htps://u:secret@h",
+        "file://u:secret@h/x",
+    ],
 )
 def test_addresses_that_are_none_or_hold_secrets_are_refused(text: str) -> None:
-    with pytest.raises(StoreError) as caught:
-        service_url(text)
-    assert "secret" not in str(caught.value)
+    for read in (service_url, open_store):
+        with pytest.raises(StoreError) as caught:
+            read(text)
+        assert "secret" not in f"{caught.value} {caught.value.details}"
 
 
 def test_the_token_is_the_settings_or_its_private_file(
