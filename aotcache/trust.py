@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -407,9 +408,18 @@ def trust_problem(manifest: Manifest, *, own: bool, config: Settings, url: str |
 
 def trust_command(fingerprint: str, url: str | None) -> str:
     """The command that makes a key trusted: a service shows its key itself, other stores have none to show."""
-    if url is not None and url.startswith(("http://", "https://")):
-        return f"aotcache trust add {url} --fingerprint {fingerprint}"
-    return f"aotcache trust add PUBLIC_KEY --fingerprint {fingerprint}"
+    of_service = url is not None and url.startswith(("http://", "https://"))
+    # Quoted: the fingerprint is whatever an artifact says, and the line is there to be copied into a shell.
+    return shlex.join(
+        [
+            "aotcache",
+            "trust",
+            "add",
+            url if url and of_service else "PUBLIC_KEY",
+            "--fingerprint",
+            fingerprint,
+        ]
+    )
 
 
 def signing_key_path(config: Settings) -> Path:

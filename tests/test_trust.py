@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -399,3 +400,13 @@ def test_a_standing_tells_who_signed(config: Settings, key: SigningKey) -> None:
 def test_keys_lie_in_the_config_home(config: Settings) -> None:
     assert signing_key_path(config) == config.config_home / "signing.pem"
     assert not signing_key_path(config).is_relative_to(config.home)
+
+
+def test_the_command_that_a_refusal_names_runs_nothing_of_what_the_artifact_says(config: Settings) -> None:
+    manifest = make_manifest()
+    keyid = "ed25519:00; touch /tmp/x $(id)"
+    forged = manifest.with_envelope(Envelope(manifest.to_json(), (Signature(keyid, b"x" * 64),)))
+    found = trust_problem(forged, own=False, config=config, url="https://cache")
+    assert found is not None
+    command = found.partition("whose key that is: ")[2]
+    assert shlex.split(command) == ["aotcache", "trust", "add", "https://cache", "--fingerprint", keyid]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import platform
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +56,8 @@ def keygen(
             f"signing key  {path}  (for this user alone; whoever has it can sign in its name)",
             f"fingerprint  {key.public.fingerprint}",
             f"public key   {key.public.to_text()}",
-            f"trusted here as {name!r}; on other hosts: aotcache trust add {key.public.to_text()} --name {name}",
+            f"trusted here as {name!r}; on other hosts: "
+            + shlex.join(["aotcache", "trust", "add", key.public.to_text(), "--name", name]),
         ]
     )
 
