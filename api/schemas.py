@@ -316,7 +316,10 @@ class FinishRequest(Answer):
     token: Fencing = Field(examples=[17])
     error: BuildError | None = None
     log: Text = ""
-    retry: bool = Field(default=False, description="Whether another attempt could go better")
+    retry: bool = Field(
+        default=False,
+        description="Whether another attempt could go better; without an error: given back, as if never begun",
+    )
 
 
 class Health(Answer):

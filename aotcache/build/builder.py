@@ -62,7 +62,7 @@ class _NoSuchCell(BuildError):
     """A build asks for a key that the spec does not lead to."""
 
 
-_KINDS: dict[type, str] = {_Stopped: "BuilderDied", _NoSuchCell: "BuildError", _Cancelled: "BuildError"}
+_KINDS: dict[type, str] = {_NoSuchCell: "BuildError", _Cancelled: "BuildError"}
 """How errors of this module are recorded: by names that everybody knows."""
 
 
@@ -368,12 +368,12 @@ class Builder:
         if isinstance(error, LeaseLost):
             return
         assert build.id is not None
-        kind = _KINDS.get(type(error), type(error).__name__)
+        said = None if error is None else (_KINDS.get(type(error), type(error).__name__), str(error))
         try:
             self._service.finish(
                 build.id,
                 lease,
-                error=None if error is None else (kind, str(error)),
+                error=None if isinstance(error, _Stopped) else said,
                 log="" if error is None else log,
                 retry=not known,
             )

@@ -243,7 +243,8 @@ class Builds:
             build, lease, token: What `claim` gave.
             error: Why it failed; None if the entry was published.
             log: What it printed; the last 64 KiB are kept.
-            retry: Whether another attempt could go better.
+            retry: Whether another attempt could go better. Without an error it is given back as if
+                it had not been begun: the builder was told to end.
 
         Raises:
             LeaseLost: if another builder may have taken over; nothing is changed then.
@@ -311,6 +312,9 @@ class Builds:
     def _end(self, session: Session, row: BuildRow, error: Failure | None, retry: bool) -> None:
         if error is None and queue.is_stored(session, CacheKey(row.key), row.variant):
             queue.succeed(session, row)
+            return
+        if error is None and retry:
+            queue.give_back(session, row)
             return
         if error is None:
             error, retry = (

@@ -1,7 +1,7 @@
 """The steps of a build's life, each inside the `exclusive` session of its key and variant.
 
 queued -> running -> done | failed
-  ^________|                        a retry, or a builder that died, at the first attempt
+  ^________|                        a retry, or a builder that died, at the first attempt; given back at any
 queued, running -> cancelled
 """
 
@@ -121,6 +121,13 @@ def cancel(session: Session, row: BuildRow) -> None:
     """Nobody wants it any more. The builder keeps its lease until it has noticed, so that nobody begins beside it."""
     row.state = "cancelled"
     record(session, row, "state", {"state": "cancelled"})
+
+
+def give_back(session: Session, row: BuildRow) -> None:
+    """The builder ends for reasons of its own: the attempt does not count."""
+    row.state = "queued"
+    row.attempts -= 1
+    _leave(session, row, {"state": "queued"})
 
 
 def fail(session: Session, row: BuildRow, failure: Failure, *, again: bool, seconds: float) -> None:

@@ -159,9 +159,10 @@ class BuildService:
         Args:
             id: The build.
             lease: What it was claimed with.
-            error: Type and message; None where the artifact is published.
+            error: Type and message; None where the artifact is published, or given back.
             log: The end of the builder's log.
-            retry: Whether another attempt could go better.
+            retry: Whether another attempt could go better; without an error, the build is given back
+                as if it had not been begun.
 
         Raises:
             LeaseLost: the build is somebody else's by now.

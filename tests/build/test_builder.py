@@ -115,7 +115,7 @@ def test_a_builder_that_is_told_to_end_gives_its_build_back(
     assert not Path(f"/proc/{working[0]}").exists()
     assert not list((tmp_path / "home").glob("warm-*"))
     back = service.get(build.id)
-    assert (back.state, back.attempts) == ("queued", 1)
+    assert (back.state, back.attempts, back.error) == ("queued", 0, None)
     service.session.json("DELETE", f"/v1/builds/{build.id}")
 
 

@@ -118,6 +118,14 @@ def test_a_failure_ends_where_the_entry_came_from_elsewhere(builds: Builds, inde
     assert asked(builds, manifest.key).state == "done"
 
 
+def test_what_is_given_back_was_no_attempt(builds: Builds) -> None:
+    builds.request("drafter", KEY, VARIANT)
+    for _ in range(3):
+        back = finished(builds, claimed(builds), None, retry=True)
+        assert (back.state, back.attempts, back.error) == ("queued", 0, None)
+    assert claimed(builds).build.attempts == 1
+
+
 def test_a_retry_is_the_second_attempt_and_the_last(builds: Builds) -> None:
     build = asked(builds)
     again = finished(builds, claimed(builds), BROKEN, retry=True)
