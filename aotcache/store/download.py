@@ -70,16 +70,20 @@ def download(
         StoreError: the file cannot be written.
     """
     make_dirs(dest.parent)
-    with _draft(dest) as (draft, file):
-        transfer = _Transfer(session, path, digest, file, size)
-        try:
-            transfer.run()
-            os.replace(draft, dest)
-        except OSError as error:
-            raise StoreError(f"cannot write {dest}: {error.strerror}", path=str(dest)) from error
-        finally:
-            if transfer.offset == 0:
-                draft.unlink(missing_ok=True)
+    try:
+        with _draft(dest) as (draft, file):
+            transfer = _Transfer(session, path, digest, file, size)
+            try:
+                transfer.run()
+                os.replace(draft, dest)
+            finally:
+                if transfer.offset == 0:
+                    draft.unlink(missing_ok=True)
+    except OSError as error:  # closing the file writes as well
+        raise StoreError(
+            f"cannot write {dest}: {error.strerror}; free space or permissions, then try again",
+            path=str(dest),
+        ) from error
 
 
 @contextmanager
@@ -248,7 +252,7 @@ class _Transfer:
             return total
         if status == 206:
             stop, total = self._range(response)
-            self._write(response.iter_raw(), stop)
+            self._write(self._arriving(response), stop)
             return total
         if status != 200:
             raise ServiceError(
@@ -258,7 +262,7 @@ class _Transfer:
         self._restart()
         coding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if coding == "zstd":
-            self._write(_decoded(response.iter_raw()), self._size)
+            self._write(_decoded(self._arriving(response)), self._size)
             return self._size
         if coding != "identity":
             raise ServiceError(
@@ -270,7 +274,7 @@ class _Transfer:
         if self._size is not None and announced not in (None, self._size):
             raise _Anew(f"the service announces {announced} bytes, the manifest says {self._size}")
         total = announced if self._size is None else self._size
-        self._write(response.iter_raw(), total)
+        self._write(self._arriving(response), total)
         return total
 
     def _range(self, response: httpx.Response) -> tuple[int, int]:
@@ -284,8 +288,23 @@ class _Transfer:
         self._ranges = False
         raise _Anew(f"asked for what follows byte {self.offset}, the service answers {text[:80]!r}")
 
+    def _arriving(self, response: httpx.Response) -> Iterator[bytes]:
+        """The pieces of an answer as they are sent: zstd can go on for ever without a byte of the archive."""
+        limits, began, first, came = self._session.limits, time.monotonic(), self.offset, 0
+        most = _LARGEST if self._size is None else self._size + self._size // 64 + CHUNK
+        for chunk in response.iter_raw():
+            yield chunk
+            came += len(chunk)
+            if came > most:
+                raise _Anew(f"more than {most} bytes came for the archive")
+            seconds = time.monotonic() - began - limits.call
+            if seconds > 0 and max(came, self.offset - first) < seconds * limits.slowest:
+                slow = (
+                    f"{self._where}: archive {self._digest} comes slower than {limits.slowest} bytes a second"
+                )
+                raise Failed(ServiceUnavailable(slow, digest=self._digest))
+
     def _write(self, chunks: Iterable[bytes], stop: int | None) -> None:
-        limits, began, first = self._session.limits, time.monotonic(), self.offset
         most = _LARGEST if stop is None else stop
         for chunk in chunks:
             if self.offset + len(chunk) > most:
@@ -293,12 +312,6 @@ class _Transfer:
             self._file.write(chunk)
             self._hash.update(chunk)
             self.offset += len(chunk)
-            seconds = time.monotonic() - began - limits.call
-            if seconds > 0 and self.offset - first < seconds * limits.slowest:
-                slow = (
-                    f"{self._where}: archive {self._digest} comes slower than {limits.slowest} bytes a second"
-                )
-                raise Failed(ServiceUnavailable(slow, digest=self._digest))
 
 
 class _Source:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -311,3 +314,48 @@ def test_a_large_archive_passes_through_little_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
         session.close()
     assert sha256((tmp_path / "copy").read_bytes()) == digest
+
+
+def test_a_zstd_stream_without_a_byte_of_the_archive_ends(tmp_path: Path) -> None:
+    nothing = struct.pack("<II", 0x184D2A50, 1 << 16) + bytes(1 << 16)  # a frame to be skipped
+
+    def answer(answer: Answer, asked: Asked) -> None:
+        answer.send_response(200)
+        answer.send_header("Content-Encoding", "zstd")
+        answer.end_headers()
+        answer.close_connection = True
+        for _ in range(1000):
+            answer.wfile.write(nothing)
+
+    with faulty(answer) as server:
+        with pytest.raises(ServiceError, match=r"more than \d+ bytes came for the archive"):
+            get(server.url, tmp_path / "copy", size=len(DATA))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [100, 3 << 20], ids=["all in a buffer", "many writes"])
+def test_a_full_disk_is_a_typed_error(tmp_path: Path, size: int) -> None:
+    data = bytes(size)
+    program = """if True:
+        import resource, sys
+        from pathlib import Path
+        from aotcache.errors import StoreError
+        from aotcache.store.download import download
+        from aotcache.store.session import ServiceSession
+        session = ServiceSession(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+        try:
+            download(session, "/v1/x", sys.argv[2], Path(sys.argv[3]))
+        except StoreError as error:
+            print(error)
+        session.close()
+    """
+    with faulty(lambda answer, asked: answer.send(200, data)) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", program, server.url, sha256(data), str(tmp_path / "copy")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert f"cannot write {tmp_path / 'copy'}: File too large" in done.stdout, done.stderr
+    assert not (tmp_path / "copy").exists()
