@@ -41,7 +41,7 @@ class AotcacheError(Exception):
         details: What the message was made from, for programs: plain values only.
     """
 
-    def __init__(self, message: str, **details: Any) -> None:
+    def __init__(self, message: str, /, **details: Any) -> None:
         super().__init__(message)
         self.details: dict[str, Any] = details
 

@@ -30,6 +30,7 @@ from aotcache.envelope import Envelope, Signature
 from aotcache.errors import ConfigError, ManifestError
 from aotcache.manifest import Manifest
 from aotcache.ownership import private_problem
+from aotcache.types import printable
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -307,7 +308,7 @@ class TrustedKeys:
 def claimed_keys(manifest: Manifest) -> list[str]:
     """The keys that a manifest says it is signed by. Says nothing about whether it is."""
     signatures = () if manifest.envelope is None else manifest.envelope.signatures
-    return [_printable(signature.keyid) for signature in signatures[:_SHOWN]]
+    return [printable(signature.keyid, _LONGEST) for signature in signatures[:_SHOWN]]
 
 
 def signed_by(envelope: Envelope, key: PublicKey) -> bool:
@@ -439,11 +440,6 @@ def _says(envelope: Envelope, manifest: Manifest) -> bool:
         return Manifest.from_json(envelope.payload, where="signed payload").to_json() == manifest.to_json()
     except ManifestError:
         return False
-
-
-def _printable(text: str) -> str:
-    """Text of another's for a message: neither long nor able to move a terminal's cursor."""
-    return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
 
 
 def _file_name(fingerprint: str) -> str:

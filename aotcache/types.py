@@ -26,6 +26,11 @@ def sha256(data: bytes) -> Digest:
     return Digest(hashlib.sha256(data).hexdigest())
 
 
+def printable(text: str, most: int) -> str:
+    """The first `most` characters of another's text for a message or a log: none moves a terminal's cursor."""
+    return "".join(c if c.isprintable() else "?" for c in text[:most])
+
+
 def is_digest(text: object) -> bool:
     """Whether `text` has the form of a digest or a key."""
     return isinstance(text, str) and _HEX64.match(text) is not None

@@ -17,6 +17,7 @@ from aotcache.errors import (
     ServiceUnavailable,
     StoreError,
 )
+from aotcache.types import printable
 
 if TYPE_CHECKING:
     import httpx
@@ -38,6 +39,7 @@ TEMPORARY = (408, 429, 500, 502, 503, 504)
 """Statuses that the same request may not get again."""
 
 _LONGEST_MESSAGE = 2000
+_LONGEST_ID = 64
 
 
 def split(text: str) -> SplitResult:
@@ -125,12 +127,14 @@ def error_of(url: str, method: str, response: httpx.Response, body: bytes) -> St
     said = _error(body)
     message, kind = said.get("message"), said.get("type")
     details = said.get("details") if isinstance(said.get("details"), dict) else {}
-    request = said.get("request_id") or response.headers.get("X-Request-Id")
+    request = printable(str(said.get("request_id") or response.headers.get("X-Request-Id")), _LONGEST_ID)
     assert isinstance(details, dict)
     kept: dict[str, Any] = {k: v for k, v in details.items() if isinstance(k, str) and k != "message"}
     kept.update(status=status, type=kind, request_id=request, url=shown(url))
     if isinstance(message, str):
-        text = f"{message[:_LONGEST_MESSAGE]} ({method} {shown(url)}: {status}, request {request})"
+        lines = message[:_LONGEST_MESSAGE].split("\n")
+        plain = "\n".join(printable(line, _LONGEST_MESSAGE) for line in lines)
+        text = f"{plain} ({method} {shown(url)}: {status}, request {request})"
     else:
         text = (
             f"{method} {shown(url)} answered {status} {response.reason_phrase}, without the error of an aotcache "

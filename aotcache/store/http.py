@@ -17,7 +17,7 @@ from aotcache.store.base import Entry, Usage
 from aotcache.store.download import download
 from aotcache.store.objects import check_archive
 from aotcache.store.session import ServiceSession, session_for
-from aotcache.types import CacheKey, Digest, Variant, is_digest, sha256
+from aotcache.types import CacheKey, Digest, Variant, is_digest, printable, sha256
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,12 @@ _KEYS = 1000
 """Of one resolve request."""
 
 _PAGE = 500
+_LONGEST_NAME = 300
+"""Characters of a variant."""
+
+_LATEST = 253_402_300_800.0
+"""The end of the year 9999."""
+
 _THREADS = 8
 
 
@@ -185,12 +191,9 @@ class HttpStore:
         while True:
             answer = self.session.json("GET", "/v1/artifacts", params={"limit": _PAGE, "cursor": cursor})
             try:
-                rows = [
-                    _Row(row["key"], row["variant"], row["digest"], int(row["size"]))
-                    for row in answer["artifacts"]
-                ]
+                rows = [_row(row) for row in answer["artifacts"]]
                 following = answer["next"]
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise _unlike(self.url, "/v1/artifacts", error) from None
             yield rows
             if following is None:
@@ -210,9 +213,10 @@ class HttpStore:
 
     def _entry(self, key: CacheKey, path: str, found: Any) -> Entry:
         try:
-            variant, expected, modified = str(found["variant"]), found["document"], float(found["modified"])
+            variant, expected = printable(str(found["variant"]), _LONGEST_NAME), found["document"]
+            modified = _moment(found["modified"])
             document = json.dumps(found["envelope"], sort_keys=True, separators=(",", ":")).encode()
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise _unlike(self.url, path, error) from None
         try:
             manifest = Manifest.from_json(document, where=f"{self.url}{path}")
@@ -257,6 +261,22 @@ class _Row:
     variant: str
     digest: Digest
     size: int
+
+
+def _row(found: Any) -> _Row:
+    """A row of a listing. Raises KeyError, TypeError or ValueError for what is none."""
+    if not (is_digest(found["key"]) and is_digest(found["digest"])):
+        raise ValueError("a row without a key or a digest")
+    variant = printable(str(found["variant"]), _LONGEST_NAME)
+    return _Row(found["key"], variant, found["digest"], int(found["size"]))
+
+
+def _moment(found: Any) -> float:
+    """A time that the calendar knows. Raises TypeError or ValueError for another one."""
+    moment = float(found)
+    if not 0 <= moment < _LATEST:
+        raise ValueError(f"no time: {moment}")
+    return moment
 
 
 def _each(action: Callable[[CacheKey], T], keys: Sequence[CacheKey]) -> Sequence[T]:

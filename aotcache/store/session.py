@@ -202,6 +202,7 @@ class ServiceSession:
             sent = {"Accept": "text/event-stream"} | ({} if after is None else {"Last-Event-ID": after})
             try:
                 with self.stream("GET", path, headers=sent) as response:
+                    _require_plain(response)
                     for event in parse_events(response.iter_lines()):
                         failures, after = 0, event["id"] or after
                         yield event
@@ -344,6 +345,9 @@ class ServiceSession:
 
     def _read(self, response: httpx.Response, most: int) -> bytes:
         """The body of an answer that is no archive."""
+        if response.status_code >= 400 and not _is_plain(response):
+            return b""
+        _require_plain(response)
         until, data = time.monotonic() + self.limits.call, bytearray()
         for chunk in response.iter_bytes():
             data += chunk
@@ -367,12 +371,29 @@ class ServiceSession:
                 timeout=httpx.Timeout(limits.read, connect=limits.connect, pool=limits.call),
                 limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
                 follow_redirects=False,
-                headers={"User-Agent": "aotcache"},
+                # Not coded: a few bytes of a coded answer can stand for more than the memory holds.
+                headers={"User-Agent": "aotcache", "Accept-Encoding": "identity"},
             )
             client = self._clients.setdefault(process, made)
             if client is not made:
                 made.close()
         return client
+
+
+def _is_plain(response: httpx.Response) -> bool:
+    coding: str = response.headers.get("Content-Encoding", "identity")
+    return coding.strip().lower() == "identity"
+
+
+def _require_plain(response: httpx.Response) -> None:
+    """Refuse an answer that is coded although no coding was accepted."""
+    if not _is_plain(response):
+        coding = response.headers["Content-Encoding"]
+        raise ServiceError(
+            f"{shown(str(response.url))} answered {response.status_code} coded as {coding[:40]!r}, which was not "
+            "asked for: does something between here and the service compress it?",
+            status=response.status_code,
+        )
 
 
 def _reason(error: Exception, limits: Limits) -> str:

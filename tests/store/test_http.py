@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,12 +119,41 @@ def test_a_manifest_keeps_its_signature(store_at: StoreAt) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [[], {}, {"variants": 5}, {"variants": [5]}, {"variants": [{"variant": "v"}]}]
+    "answer",
+    [
+        [],
+        {},
+        {"variants": 5},
+        {"variants": [5]},
+        {"variants": [{"variant": "v"}]},
+        {"variants": [{"variant": "v", "document": "d", "modified": math.nan, "envelope": {}}]},
+        {"variants": [{"variant": "v", "document": "d", "modified": 10**400, "envelope": {}}]},
+    ],
+    ids=lambda answer: json.dumps(answer)[:80],
 )
 def test_an_answer_of_another_version_is_an_error_that_says_so(store_at: StoreAt, answer: Any) -> None:
     with faulty(answering(answer)) as server:
         with pytest.raises(ServiceError, match="not of version 1"):
             store_at(server.url).lookup(make_manifest().key)
+
+
+@pytest.mark.parametrize("changes", [{"size": math.inf}, {"key": ["x"]}, {"digest": {}}, {"size": None}])
+def test_a_row_that_makes_no_sense_is_an_error_that_says_so(
+    store_at: StoreAt, changes: dict[str, Any]
+) -> None:
+    row = {"key": "a" * 64, "variant": "v", "digest": "b" * 64, "size": 1} | changes
+    with faulty(answering({"artifacts": [row], "next": None})) as server:
+        with pytest.raises(ServiceError, match="not of version 1"):
+            store_at(server.url).usage()
+
+
+def test_what_a_service_calls_a_variant_moves_no_cursor(
+    store_at: StoreAt, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = make_manifest()
+    with faulty(answering(told(manifest, variant="\x1b[2J\nfake"))) as server:
+        assert store_at(server.url).lookup(manifest.key) == []
+    assert "/?[2J?fake is taken for a miss" in caplog.text
 
 
 def test_pages_that_never_end_are_an_error(store_at: StoreAt) -> None:

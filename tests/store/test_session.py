@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from aotcache.errors import (
     ConfigError,
@@ -123,6 +125,40 @@ def test_an_error_of_something_else_is_named_as_such(session_to: Make, body: byt
         session.close()
 
 
+def test_what_an_error_says_moves_no_cursor_and_its_details_have_any_names(session_to: Make) -> None:
+    said = {
+        "type": "invalid",
+        "message": "a\x1b[2J\nb",
+        "details": {"self": 1, "message": 2},
+        "request_id": "\x1b]0;",
+    }
+    with faulty(lambda answer, asked: answer.send(422, json.dumps({"error": said}).encode())) as server:
+        session = session_to(server)
+        with pytest.raises(ServiceError) as caught:
+            session.json("GET", "/v1/x")
+        session.close()
+    assert str(caught.value).startswith("a?[2J\nb (GET")
+    assert "\x1b" not in str(caught.value)
+    assert caught.value.details["self"] == 1
+
+
+@pytest.mark.parametrize("coding", ["zstd", "gzip, gzip"])
+def test_a_coded_answer_is_not_unpacked(session_to: Make, coding: str) -> None:
+    bomb = (
+        zstandard.compress(bytes(1 << 28))
+        if coding == "zstd"
+        else gzip.compress(gzip.compress(bytes(1 << 28)))
+    )
+    with faulty(lambda answer, asked: answer.send(200, bomb, Content_Encoding=coding)) as server:
+        session = session_to(server)
+        began = time.monotonic()
+        with pytest.raises(ServiceError, match=f"coded as '{coding}', which was not asked for"):
+            session.json("GET", "/v1/x")
+        assert time.monotonic() - began < 1
+        session.close()
+    assert server.asked[0].headers["accept-encoding"] == "identity"
+
+
 def test_an_answer_that_is_no_json_is_an_error(session_to: Make) -> None:
     with faulty(lambda answer, asked: answer.send(200, b"<html>Welcome</html>")) as server:
         session = session_to(server)
@@ -171,6 +207,14 @@ def test_retry_after_is_waited_for(session_to: Make, date: bool) -> None:
         began = time.monotonic()
         assert session.json("GET", "/v1/x") == {}
         assert time.monotonic() - began > 0.2
+        session.close()
+
+
+def test_a_retry_after_that_is_no_number_is_none(session_to: Make) -> None:
+    statuses = iter([503, 200])
+    with faulty(lambda answer, asked: answer.send(next(statuses), b"{}", Retry_After="\xb2")) as server:
+        session = session_to(server)
+        assert session.json("GET", "/v1/x") == {}
         session.close()
 
 
