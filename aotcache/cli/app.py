@@ -27,7 +27,7 @@ from aotcache.cli import (
     transfer,
     warming,
 )
-from aotcache.cli.output import emit_json, err
+from aotcache.cli.output import emit_json, err, plain
 from aotcache.errors import AotcacheError, ConfigError, SpecError
 
 FAILED = 1
@@ -71,7 +71,7 @@ def report(error: AotcacheError, *, as_json: bool) -> None:
         return
     console = err()
     console.print(f"[bold red]{type(error).__name__}[/]:", end=" ")
-    console.print(str(error), markup=False)
+    console.print(plain(str(error)), markup=False)
 
 
 def _version(wanted: bool) -> None:

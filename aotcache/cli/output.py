@@ -51,11 +51,18 @@ def _console(*, stderr: bool) -> Console:
     return Console(stderr=stderr, highlight=False, soft_wrap=True, width=None if stream.isatty() else _WIDE)
 
 
+def plain(text: str) -> str:
+    """Text for a terminal: what a store says, names of regions among it, must not move its cursor."""
+    return "\n".join(
+        "".join(c if c.isprintable() or c == "\t" else "?" for c in line) for line in text.split("\n")
+    )
+
+
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines to stdout, as they are."""
+    """Print lines to stdout, without styles."""
     console = out()
     for line in lines:
-        console.print(Text(line))
+        console.print(Text(plain(line)))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -64,7 +71,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     A narrow terminal wraps a row as any long line; cells folded into columns of three letters
     could neither be read nor copied.
     """
-    lines = [tuple(columns), *map(tuple, rows)]
+    lines = [tuple(columns), *(tuple(plain(cell).replace("\n", "?") for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for number, line in enumerate(lines):
         text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -167,6 +174,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """What is being done now, or news: replaces the bar's text, or is a line of its own."""
+        text = plain(text)
         if self._bar is not None:
             self._bar.update(self._task, description=text, refresh=True)
         else:
@@ -174,7 +182,7 @@ class Progress:
 
     def step(self, text: str) -> None:
         """One more step is done; `text` names it and stays on the screen."""
-        self._done += 1
+        self._done, text = self._done + 1, plain(text)
         if self._bar is not None:
             self._bar.console.print(Text(text))
             self._bar.update(self._task, advance=1, description="")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import lzma
 import tempfile
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +32,7 @@ from aotcache.errors import ConfigError, NotStored, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.store import Entry, Store, open_store
 from aotcache.trust import SigningKey, Standing, sign, signing_key_path, standing, trust_problem
+from aotcache.types import Digest
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,17 @@ KeysArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY", help="Keys or digests, or unique beginnings of them."),
 ]
+
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    OSError,
+    EOFError,
+    RuntimeError,  # a member that is encrypted, or packed in a way that is not known
+    ValueError,
+)
+"""What reading a zip file raises that somebody made to be read badly."""
 
 _CHUNK = 1 << 20
 """Bytes read at once."""
@@ -113,11 +128,13 @@ def _named(source: Store, keys: list[str]) -> list[Manifest]:
 def _locked(source: Store, lock: Path) -> list[Manifest]:
     from aotcache.lockfile import read_lock
 
-    cells = {cell.digest: cell for cell in read_lock(lock).cells}
+    named = read_lock(lock).cells
+    cells = {cell.digest: cell for cell in named}
     found: dict[str, list[Manifest]] = {}
-    for manifest in source.list():
-        if manifest.digest in cells:
-            found.setdefault(manifest.digest, []).append(manifest)
+    for manifests in source.resolve(cell.key for cell in named).values():
+        for manifest in manifests:
+            if manifest.digest in cells:
+                found.setdefault(manifest.digest, []).append(manifest)
     missing = sorted(set(cells) - set(found))
     if missing:
         first = cells[missing[0]]
@@ -207,6 +224,7 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
     config, own = settings(), opened.own
     results: list[dict[str, Any]] = []
     standings: list[Standing] = []
+    read: dict[str, _Archive] = {}
     with (
         Progress("verify", len(entries)) as progress,
         tempfile.TemporaryDirectory(prefix="aotcache-verify-") as scratch,
@@ -214,7 +232,7 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
         for entry in entries:
             name = f"{entry.key[:SHORT]} {entry.variant}"
             progress.say(name)
-            problems = _problems(opened, entry, Path(scratch))
+            problems = _problems(opened, entry, Path(scratch), read)
             found = None if entry.manifest is None else standing(entry.manifest, own=own, config=config)
             if found is not None:
                 standings.append(found)
@@ -243,37 +261,30 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
         raise typer.Exit(1)
 
 
-def _problems(store: Store, entry: Entry, scratch: Path) -> list[str]:
-    if entry.manifest is None or entry.problem is not None:
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """What was read of a stored archive: its bytes, and the sha256 of its members by name."""
+
+    size: int
+    members: dict[str, str]
+    problem: str | None = None
+
+
+def _problems(store: Store, entry: Entry, scratch: Path, read: dict[str, _Archive]) -> list[str]:
+    """What is wrong with an entry; `read` keeps what archives hold, so that each is read once."""
+    manifest = entry.manifest
+    if manifest is None or entry.problem is not None:
         return [str(entry.problem)]
     try:
-        path = store.blob_path(entry.manifest.digest)
-        if path is None:
-            path = scratch / entry.manifest.digest
-            if not path.exists():
-                store.fetch(entry.manifest.digest, path)
+        archive = read.get(manifest.digest) or _read(store, manifest.digest, scratch)
     except (StoreError, RejectedArtifact) as error:
         return [str(error)]
-    size = path.stat().st_size
-    if size != entry.manifest.size:
-        return [f"its archive has {size} bytes, the manifest says {entry.manifest.size}"]
-    return _member_problems(path, entry.manifest)
-
-
-def _member_problems(path: Path, manifest: Manifest) -> list[str]:
-    found: dict[str, str] = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                if name in found:
-                    return [f"its archive has two members named {name}"]
-                hashed = hashlib.sha256()
-                with archive.open(name) as member:
-                    while chunk := member.read(_CHUNK):
-                        hashed.update(chunk)
-                found[name] = hashed.hexdigest()
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        return [f"its archive is not a readable zip file: {error}"]
+    read[manifest.digest] = archive
+    if archive.size != manifest.size:
+        return [f"its archive has {archive.size} bytes, the manifest says {manifest.size}"]
+    if archive.problem is not None:
+        return [archive.problem]
+    found = archive.members
     problems = [f"member {name} is missing" for name in sorted(set(manifest.members) - set(found))]
     problems += [
         f"member {name} is not in the manifest" for name in sorted(set(found) - set(manifest.members))
@@ -284,3 +295,32 @@ def _member_problems(path: Path, manifest: Manifest) -> list[str]:
         if name in found and found[name] != expected
     ]
     return problems
+
+
+def _read(store: Store, digest: Digest, scratch: Path) -> _Archive:
+    path = store.blob_path(digest)
+    if path is not None:
+        return _measured(path)
+    path = scratch / digest
+    try:
+        store.fetch(digest, path)
+        return _measured(path)
+    finally:
+        path.unlink(missing_ok=True)  # a whole store need not fit beside itself
+
+
+def _measured(path: Path) -> _Archive:
+    size, found = path.stat().st_size, dict[str, str]()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                if name in found:
+                    return _Archive(size, found, f"its archive has two members named {name}")
+                hashed = hashlib.sha256()
+                with archive.open(name) as member:
+                    while chunk := member.read(_CHUNK):
+                        hashed.update(chunk)
+                found[name] = hashed.hexdigest()
+    except _UNREADABLE as error:
+        return _Archive(size, found, f"its archive is not a readable zip file: {error}")
+    return _Archive(size, found)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aotcache.cli import transfer
 from aotcache.lockfile import Lock, LockedCell, write_lock
 from aotcache.manifest import Manifest
-from aotcache.store import Store, open_store
+from aotcache.store import ObjectStore, Store, open_store
 from aotcache.types import Digest, sha256
 from tests.cli.conftest import publish
+from tests.manifests import make_manifest, write_archive
 
 
 def blob(store: Path, digest: Digest) -> Path:
@@ -124,3 +129,60 @@ def test_verify_sees_a_manifest_whose_key_is_not_its_own(run: Any, store: Store,
     done = run("verify", "--store", store.url)
     assert done.code == 1
     assert "its components hash to" in done.out
+
+
+def spoilt(how: str) -> bytes:
+    """A zip file whose one member cannot be read."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_LZMA if how == "lzma" else zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("forward.so", bytes(5000))
+    data = bytearray(made.getvalue())
+    listed = data.index(b"PK\1\2")
+    if how == "encrypted":
+        data[6] |= 1
+        data[listed + 8] |= 1
+    elif how == "unknown method":
+        data[8] = data[listed + 10] = 99
+    else:
+        data[45:60] = b"\xff" * 15
+    return bytes(data)
+
+
+@pytest.mark.parametrize("how", ["encrypted", "unknown method", "deflate", "lzma"])
+def test_verify_outlives_archives_that_cannot_be_unpacked(
+    run: Any, store: Store, tmp_path: Path, how: str
+) -> None:
+    data = spoilt(how)
+    assert store.publish(make_manifest(data), write_archive(tmp_path, data))
+    done = run("verify", "--store", store.url, "--json")
+    assert done.code == 1
+    assert "not a readable zip file" in done.json["entries"][0]["problems"][0]
+
+
+def test_verify_reads_each_archive_of_a_remote_store_once_and_keeps_none(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    fetched: list[int] = []
+    remote = open_store("memory:///verify")
+    fetch = ObjectStore.fetch
+
+    def counted(store: ObjectStore, digest: Digest, dest: Path) -> None:
+        fetched.append(sum(1 for path in folder.rglob("*") if path.is_file()))
+        fetch(store, digest, dest)
+
+    monkeypatch.setattr(ObjectStore, "fetch", counted)
+    monkeypatch.setattr(transfer, "open_store", lambda store, tier: remote)
+    for call, data in (("1", "one"), ("2", "one"), ("3", "three")):
+        publish(remote, tmp_path, data, call=call)
+    assert len(run("verify", "--json").json["entries"]) == 3
+    assert fetched == [0, 0]
+
+
+def test_names_in_a_store_move_no_cursor(run: Any, store: Store, tmp_path: Path) -> None:
+    publish(store, tmp_path, region="a\x1b[2J\nfake  line")
+    done = run("ls", "--store", store.url)
+    assert "a?[2J?fake  line" in done.out
+    assert "\x1b" not in done.out + run("verify", "--store", store.url).out
