@@ -47,7 +47,9 @@ OUTSIDE = ("api", "migrations")
 
 
 def modules() -> list[Path]:
-    return sorted([*PACKAGE.rglob("*.py"), *(path for name in OUTSIDE for path in (ROOT / name).rglob("*.py"))])
+    return sorted(
+        [*PACKAGE.rglob("*.py"), *(path for name in OUTSIDE for path in (ROOT / name).rglob("*.py"))]
+    )
 
 
 def inside_package(path: Path) -> Path:
@@ -172,6 +174,7 @@ def test_the_environment_is_read_in_config_alone() -> None:
         ("fastapi", {"api"}),
         ("starlette", {"api"}),
         ("httpx", {"store"}),
+        ("httpcore", {"store"}),
         ("obstore", {"store"}),
         ("cryptography", {"trust"}),
     ],

@@ -27,6 +27,7 @@ from aotcache.config import Settings
 from aotcache.errors import ConfigError, ServiceError, ServiceUnavailable, StoreError
 from aotcache.store.answers import TEMPORARY, error_of, origin, retry_after, service_url, shown
 from aotcache.store.circuit import Circuit, circuit_for
+from aotcache.store.patience import LATE, answered_within, make_patient
 from aotcache.store.quiet import unlogged
 from aotcache.store.sse import parse_events
 from aotcache.types import Digest
@@ -297,7 +298,7 @@ class ServiceSession:
         try:
             client = self._client()
             request = client.build_request(method, url, headers=headers, content=content)
-            with unlogged():
+            with unlogged(), answered_within(self.limits.call):
                 response = client.send(request, stream=True)
             logger.debug(
                 "%s %s: %d in %.3f s", method, shown(url), response.status_code, time.monotonic() - began
@@ -374,6 +375,7 @@ class ServiceSession:
                 # Not coded: a few bytes of a coded answer can stand for more than the memory holds.
                 headers={"User-Agent": "aotcache", "Accept-Encoding": "identity"},
             )
+            make_patient(made)
             client = self._clients.setdefault(process, made)
             if client is not made:
                 made.close()
@@ -401,7 +403,7 @@ def _reason(error: Exception, limits: Limits) -> str:
     if isinstance(error, httpx.ConnectTimeout):
         return f"no connection within {limits.connect:g} s"
     if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
-        return f"not a byte for {limits.read:g} s"
+        return str(error) if str(error).startswith(LATE) else f"not a byte for {limits.read:g} s"
     if isinstance(error, httpx.ConnectError):
         return str(error) or "no connection"
     if isinstance(error, httpx.PoolTimeout):

@@ -260,6 +260,27 @@ def test_an_answer_without_end_is_given_up(session_to: Make) -> None:
         session.close()
 
 
+@pytest.mark.parametrize(
+    "line", [b"X-A: b\r\n", b"HTTP/1.1 103 Early Hints\r\n\r\n"], ids=["headers", "early hints"]
+)
+def test_an_answer_that_never_begins_is_given_up(session_to: Make, line: bytes) -> None:
+    def answer(answer: Answer, asked: Asked) -> None:
+        answer.close_connection = True
+        if line.startswith(b"X"):
+            answer.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        for _ in range(100):
+            answer.wfile.write(line)
+            time.sleep(0.05)
+
+    with faulty(answer) as server:
+        session = session_to(server, limits=Limits(read=2, call=0.4, attempts=2))
+        began = time.monotonic()
+        with pytest.raises(ServiceUnavailable, match=r"the answer had not begun after 0\.4 s"):
+            session.json("GET", "/v1/x")
+        assert time.monotonic() - began < 4
+        session.close()
+
+
 def test_forty_requests_to_a_service_that_is_down_wait_once(session_to: Make) -> None:
     session = session_to(closed_port())
     began = time.monotonic()
