@@ -75,6 +75,10 @@ def service_url(text: str) -> str:
     port = parts.port
     if parts.scheme not in _PORTS or not parts.hostname:
         raise StoreError(f"store {shown(text)!r}: expected http://host:port or https://host")
+    if " " in parts.netloc or not text.isprintable():
+        raise StoreError(
+            f"store {shown(text)!r}: the address holds a character that no address has; copy it again"
+        )
     if parts.username is not None or parts.password is not None:
         raise StoreError(
             f"store {shown(text)!r}: the address holds a name or a password, which would end up in logs; "

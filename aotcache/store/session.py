@@ -368,13 +368,25 @@ class ServiceSession:
         client = self._clients.get(process)
         if client is None:
             limits = self.limits
-            made = httpx.Client(
-                timeout=httpx.Timeout(limits.read, connect=limits.connect, pool=limits.call),
-                limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
-                follow_redirects=False,
-                # Not coded: a few bytes of a coded answer can stand for more than the memory holds.
-                headers={"User-Agent": "aotcache", "Accept-Encoding": "identity"},
-            )
+            try:
+                made = httpx.Client(
+                    timeout=httpx.Timeout(limits.read, connect=limits.connect, pool=limits.call),
+                    limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
+                    follow_redirects=False,
+                    # Not coded: a few bytes of a coded answer can stand for more than the memory holds.
+                    headers={"User-Agent": "aotcache", "Accept-Encoding": "identity"},
+                )
+            except (ImportError, ValueError, httpx.InvalidURL) as error:
+                why = (
+                    "it is a SOCKS proxy, which needs httpx[socks]"
+                    if isinstance(error, ImportError)
+                    else "no such kind"
+                )
+                # Not with the error's text: the address of a proxy can hold a password.
+                raise ConfigError(
+                    f"{self.url} cannot be asked through the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names: "
+                    f"{why}; correct the variable, or set NO_PROXY for this host"
+                ) from None
             make_patient(made)
             client = self._clients.setdefault(process, made)
             if client is not made:

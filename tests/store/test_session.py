@@ -413,6 +413,8 @@ def test_addresses_are_written_in_one_way(text: str, found: str) -> None:
         "http://h:port",
         "ftp://h",
         "http://[h",
+        "http://h o",
+        "http://h/\x1b[2J",
         "http://h/?token=secret",
         "http://u:secret@h",
         "http://u:secret/x@h",
@@ -456,6 +458,17 @@ def test_the_token_is_the_settings_or_its_private_file(
         "Bearer aot_of_file",
         "Bearer aot_of_setting",
     ]
+
+
+@pytest.mark.parametrize("proxy", ["socks5://u:secret@127.0.0.1:1", "foo://u:secret@127.0.0.1:1"])
+def test_a_proxy_that_cannot_be_used_is_a_typed_error(
+    session_to: Make, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    session = session_to("http://service.example")
+    with pytest.raises(ConfigError, match="cannot be asked through the proxy") as caught:
+        session.json("GET", "/v1/x")
+    assert "secret" not in str(caught.value)
 
 
 def test_a_token_that_no_header_can_hold_is_refused_and_not_shown() -> None:
