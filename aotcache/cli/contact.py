@@ -40,9 +40,10 @@ def offered(url: str) -> list[Offered]:
     Raises:
         ServiceError: it cannot be asked, or its answer makes no sense.
     """
-    from aotcache.store.session import session_for
+    from aotcache.store.session import ServiceSession
 
-    session = session_for(url)
+    # Without the token: whoever answers there is not known yet.
+    session = ServiceSession(url)
     try:
         return _read(session.json("GET", "/v1/trust"), url)
     finally:

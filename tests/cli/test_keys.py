@@ -23,6 +23,7 @@ from aotcache.trust import SigningKey, sign, signing_key_path, trusted_keys
 from tests.cli.conftest import publish
 from tests.manifests import copies
 from tests.services.serving import Serving, serving
+from tests.store.faulty import faulty
 
 _SECONDS = 60.0
 
@@ -242,6 +243,19 @@ def test_fetch_from_a_service_of_no_trusted_key_fails_with_the_command(
     assert f"--fingerprint {service.signing_key.public.fingerprint}" in done.err
     assert not (tmp_path / "mine").exists()
     assert not list((tmp_path / "home").rglob("blobs/*/*"))
+
+
+def test_a_service_that_is_not_trusted_is_not_shown_the_token(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AOTCACHE_TOKEN", "aot_secret")
+    stranger = SigningKey.generate().public
+    shown = {"fingerprint": stranger.fingerprint, "public": stranger.to_text(), "name": "s"}
+    with faulty(lambda answer, asked: answer.send(200, json.dumps({"keys": [shown]}).encode())) as server:
+        assert run("trust", "add", server.url).code == 2
+        assert run("fetch", "a" * 64, "--store", server.url, "--to", tmp_path / "mine").code == 2
+    assert [asked.path for asked in server.asked] == ["/v1/trust"] * 2
+    assert not any("authorization" in asked.headers for asked in server.asked)
 
 
 def test_fetch_on_a_terminal_asks_and_then_copies_with_the_signature(
