@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 ORIGIN = "origin"
 """Name of the file in a directory of copies: the address of the store that they are from."""
 
+_LARGEST_DOCUMENT = 16 << 20
+"""Bytes of a ref, which is read into memory; whoever can write to a bucket can put any there."""
+
 _LATE_BLOB_RETRIES = (0.02, 0.1)
 """Waits in seconds. Another host of a network file system can see a new ref
 before the blob that was written first."""
@@ -188,18 +191,22 @@ class ObjectStore:
                 yield entry
 
     def delete(self, key: CacheKey, variant: Variant | str) -> bool:
-        """See `Store`."""
-        path = _ref_path(key, str(variant))
-        info = self._client.head(path)
-        if info is None:
-            return False
-        entry = self._entry(info)
-        existed = self._client.delete(path)
+        """See `Store`. Reads every ref: nothing else knows whether another entry names the archive."""
+        entry = self.entry(key, variant)
+        existed = self.delete_ref(key, variant)
         if entry is not None and entry.manifest is not None:
             digest = entry.manifest.digest
             if not any(e.manifest is not None and e.manifest.digest == digest for e in self.entries()):
-                self._client.delete(_blob_path(digest))
+                self.delete_blob(digest)
         return existed
+
+    def delete_ref(self, key: CacheKey, variant: Variant | str) -> bool:
+        """The first half of `delete`: the ref alone; whether it was there."""
+        return self._client.delete(_ref_path(key, str(variant)))
+
+    def delete_blob(self, digest: Digest) -> None:
+        """The second half of `delete`: an archive that the caller knows no entry to name."""
+        self._client.delete(_blob_path(digest))
 
     def usage(self) -> Usage:
         """See `Store`."""
@@ -214,6 +221,9 @@ class ObjectStore:
         if len(parts) != 3 or not is_digest(parts[1]) or not parts[2].endswith(".json"):
             return None
         key, variant = CacheKey(parts[1]), parts[2].removesuffix(".json")
+        if ref.size > _LARGEST_DOCUMENT:
+            why = f"its manifest has {ref.size} bytes, expected at most {_LARGEST_DOCUMENT}"
+            return Entry(key, variant, None, None, ref.modified, why)
         data = self._client.get(ref.path)
         if data is None:
             return None

@@ -326,3 +326,16 @@ def test_a_fork_works_on_a_directory_and_is_refused_on_a_bucket(tmp_path: Path, 
         check=True,
     )
     assert done.stdout.strip() == said
+
+
+def test_a_manifest_too_large_for_the_memory_is_a_miss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path / "store")
+    manifest = put(store, tmp_path, b"archive")
+    ref = tmp_path / "store" / "refs" / manifest.key[:2] / manifest.key / f"{manifest.variant}.json"
+    os.truncate(ref, (16 << 20) + 1)
+    assert store.lookup(manifest.key) == []
+    assert "expected at most 16777216" in caplog.text
+    put(store, tmp_path, b"archive")
+    assert store.lookup(manifest.key) == [manifest]
