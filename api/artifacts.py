@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from hashlib import sha256
 from typing import Annotated, Any
@@ -170,7 +171,11 @@ def _publish(
     if problem is not None:
         raise Refused("untrusted", f"key {key} is not published: {problem}", key=key)
     variant = str(manifest.variant)
-    with service.leases.publishing(key, variant, claim):
+    with (
+        service.leases.publishing(key, variant, claim),
+        # A delete of another entry with this archive waits, or has taken the archive along before it is looked for.
+        service.database.exclusive("archive", manifest.digest),
+    ):
         try:
             stored = service.store.put_ref(manifest, replace=replace)
         except NotStored as error:
@@ -194,16 +199,27 @@ def remove(
     _: Annotated[Caller, Depends(Requires("admin"))],
     variant: Annotated[str | None, Query(max_length=250, description="Only this one")] = None,
 ) -> Deleted:
-    """All variants of a key, or one. Archives that no other entry names go with them."""
+    """All variants of a key, or one. Archives that no other entry of the index names go with them."""
     name = CacheKey(key)
     deleted = 0
     for entry in list(service.store.variants(name)):
         if variant in (None, entry.variant):
-            with service.database.exclusive(name, entry.variant):
-                deleted += service.store.delete(name, entry.variant)
-                service.index.remove(name, entry.variant)
+            deleted += _remove(service, name, entry.variant)
     service.index.remove(name, variant)
     return Deleted(deleted=deleted)
+
+
+def _remove(service: Service, key: CacheKey, variant: str) -> bool:
+    with service.database.exclusive(key, variant):
+        entry = service.store.entry(key, variant)
+        digest = None if entry is None or entry.manifest is None else entry.manifest.digest
+        with nullcontext() if digest is None else service.database.exclusive("archive", digest):
+            there = service.store.delete_ref(key, variant)
+            indexed = service.index.remove(key, variant)
+            # The index knows who else names it; where it did not know this entry, it may lack others.
+            if digest is not None and indexed and not service.index.names(digest):
+                service.store.delete_blob(digest)
+    return there
 
 
 @router.get("/v1/keys/{key}/why", summary="What is nearest to a key", responses=ERRORS)

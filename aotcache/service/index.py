@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from aotcache.types import CacheKey, Digest, sha256
 
 MOST = 1000
 """Most rows of one page."""
+_LONGEST_BUILD = 30 * 24 * 3600.0
 _LONGEST_VARIANT = 250
 """A ref's file name is the variant and `.json`, and 255 bytes is what file systems take."""
 
@@ -231,7 +233,7 @@ class Index:
             "bucket": manifest.bucket,
             "target": clean(str(manifest.target), 64),
             "torch": clean(manifest.toolchain.torch, 64),
-            "build_seconds": sum(manifest.provenance.seconds.values()),
+            "build_seconds": _build_seconds(manifest),
             "modified": modified,
         }
         with self._database.exclusive(key, variant) as session:
@@ -255,6 +257,12 @@ class Index:
                 session.execute(delete(KeyComponentRow).where(KeyComponentRow.key == key))
             self._drop_blobs(session, digests)
         return len(digests)
+
+    def names(self, digest: Digest) -> bool:
+        """Whether any entry has this archive. Holds to the end of `Database.exclusive("archive", digest)`."""
+        with self._database.session() as session:
+            named = select(ArtifactRow.key).where(ArtifactRow.digest == digest).limit(1)
+            return session.execute(named).first() is not None
 
     def why(
         self, key: CacheKey, *, mode: str | None = None, components: Sequence[dict[str, Any]] | None = None
@@ -312,6 +320,12 @@ class Index:
             delete(BlobRow).where(among(session, BlobRow.digest, unused), ~named.exists()),
             execution_options={"synchronize_session": False},
         )
+
+
+def _build_seconds(manifest: Manifest) -> float:
+    """What a builder says that it took, which may be no number that can be added up."""
+    seconds = sum(manifest.provenance.seconds.values())
+    return min(max(seconds, 0.0), _LONGEST_BUILD) if math.isfinite(seconds) else 0.0
 
 
 def _put(session: Session, model: Any, rows: list[dict[str, Any]], *, kept: set[str]) -> None:

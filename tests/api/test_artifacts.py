@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
+import threading
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import event
@@ -278,3 +281,73 @@ def test_a_parameter_that_is_given_twice_is_refused(api: Api) -> None:
     path = f"/v1/artifacts/{manifest.key}?variant=a&variant={manifest.target}"
     assert error(api.client.delete(path)) == (400, "bad_request")
     assert api.service.store.lookup(manifest.key) == [manifest]
+
+
+def test_a_delete_never_takes_the_archive_of_an_entry_that_is_published_meanwhile(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = api.publish(call="first"), api.manifest(call="second")
+    client = api.service.store._client
+    answers: list[int] = []
+    publisher = threading.Thread(target=lambda: answers.append(put(api, second).status_code))
+
+    def delete(path: str) -> bool:
+        if path.startswith("blobs/"):
+            publisher.start()
+            publisher.join(0.5)
+        return type(client).delete(client, path)
+
+    monkeypatch.setattr(client, "delete", delete)
+    assert api.client.delete(f"/v1/artifacts/{first.key}").json() == {"deleted": 1}
+    publisher.join()
+    assert answers == [409]
+    assert api.client.get(f"/v1/artifacts/{second.key}").status_code == 404
+    assert api.publish(call="second").key == second.key
+
+
+def test_an_archive_stays_while_another_entry_has_it(api: Api) -> None:
+    first, second = api.publish(call="first"), api.publish(call="second")
+    blob = f"/v1/blobs/{first.digest}"
+    api.client.delete(f"/v1/artifacts/{first.key}")
+    assert api.client.get(blob).status_code == 200
+    api.client.delete(f"/v1/artifacts/{second.key}")
+    assert api.client.get(blob).status_code == 404
+
+
+def test_an_archive_stays_where_the_index_does_not_know_its_entries(api: Api) -> None:
+    first, second = api.publish(call="first"), api.publish(call="second")
+    for manifest in (first, second):
+        api.service.index.remove(manifest.key)
+    assert api.client.delete(f"/v1/artifacts/{first.key}").json() == {"deleted": 1}
+    assert api.client.get(f"/v1/artifacts/{second.key}").status_code == 200
+
+
+def test_a_delete_reads_the_refs_of_its_key_alone(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = api.publish(call="first")
+    for number in range(5):
+        api.publish(b"another", call=f"other {number}")
+    client = api.service.store._client
+    read: list[str] = []
+
+    def get(path: str) -> bytes | None:
+        read.append(path)
+        return type(client).get(client, path)
+
+    monkeypatch.setattr(client, "get", get)
+    assert api.client.delete(f"/v1/artifacts/{first.key}").json() == {"deleted": 1}
+    assert read
+    assert all(first.key in path for path in read)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "counted"), [(math.inf, 0.0), (math.nan, 0.0), (-5.0, 0.0), (1e300, 30 * 24 * 3600.0)]
+)
+def test_a_builder_that_took_no_time_there_is_stops_no_counter(
+    api: Api, seconds: float, counted: float
+) -> None:
+    manifest = make_manifest(b"archive")
+    changed = replace(manifest.provenance, seconds={"compile": seconds})
+    published = api.publish(provenance=changed)
+    api.service.usage.hit(published.key, str(published.variant))
+    api.service.usage.flush()
+    assert api.service.index.totals().saved_seconds == counted
