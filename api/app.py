@@ -80,6 +80,9 @@ async def _repeated(work: Callable[[], object], seconds: float) -> AsyncIterator
                 await run_in_threadpool(work)
             except AotcacheError as error:
                 logger.warning("%s", error)
+            except Exception:
+                # A defect; the next time may do all the same, and nobody else would do it.
+                logger.exception("what is done every %g s failed", seconds)
             try:
                 await asyncio.wait_for(ended.wait(), seconds)
             except asyncio.TimeoutError:

@@ -72,6 +72,7 @@ def serve(
         from aotcache.api import logs
         from aotcache.api.app import create_app
         from aotcache.api.auth import is_loopback
+        from aotcache.api.protocol import LimitedHeads
         from aotcache.api.state import GIB, ServiceConfig
         from aotcache.db.engine import Database
         from aotcache.db.migrate import upgrade
@@ -138,7 +139,7 @@ def serve(
             uvicorn.Config(
                 create_app(config),
                 loop="uvloop",
-                http="httptools",
+                http=LimitedHeads,
                 ws="none",
                 log_config=None,
                 access_log=False,
