@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from aotcache.envelope import MANIFEST_TYPE, Envelope
 from aotcache.errors import ManifestError
 from aotcache.key import Component, KeyParts
-from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant
+from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant, is_digest
 
 SCHEMA = 2
 """Version of the documents written here."""
@@ -311,7 +311,7 @@ class Manifest:
 
         Raises:
             ManifestError: for anything that is not a manifest of this schema, or
-                whose key is not the hash of its components, or whose variant cannot name a file.
+                whose key is not the hash of its components, or whose variant or archive cannot name a file.
         """
         try:
             found = json.loads(data)
@@ -345,6 +345,11 @@ class Manifest:
                 f"{where}: the manifest says key {manifest.key} but its components hash to {key}",
                 expected=manifest.key,
                 found=key,
+            )
+        if not is_digest(manifest.digest) or manifest.size < 0:
+            raise ManifestError(
+                f"{where}: its archive is {manifest.digest[:80]!r} of {manifest.size} bytes, expected 64 lower-case "
+                "hex characters and a size"
             )
         # It becomes a file's name, also of a copy of a manifest that nobody vouches for.
         if _FILE_NAME.match(str(manifest.variant)) is None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -96,3 +97,11 @@ def test_unknown_fields_are_refused() -> None:
 def test_a_variant_that_would_not_stay_in_its_folder_is_refused(target: Target) -> None:
     with pytest.raises(ManifestError, match="make up the name"):
         Manifest.from_json(replace(make_manifest(), target=target).to_json(), where="here")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"digest": "../../x"}, {"digest": "A" * 64}, {"digest": ""}, {"size": -1}]
+)
+def test_an_archive_that_cannot_be_one_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError, match="its archive is"):
+        Manifest.from_json(replace(make_manifest(), **changes).to_json(), where="here")

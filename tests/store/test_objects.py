@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -339,3 +340,17 @@ def test_a_manifest_too_large_for_the_memory_is_a_miss(
     assert "expected at most 16777216" in caplog.text
     put(store, tmp_path, b"archive")
     assert store.lookup(manifest.key) == [manifest]
+
+
+def test_a_ref_whose_archive_has_no_name_hides_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path / "store")
+    good = put(store, tmp_path, b"archive")
+    bad = replace(make(b"other", call="other"), digest=Digest("../../x"))
+    folder = tmp_path / "store" / "refs" / bad.key[:2] / bad.key
+    folder.mkdir(parents=True)
+    (folder / f"{bad.variant}.json").write_bytes(bad.to_json())
+    assert list(store.list()) == [good]
+    assert store.lookup(bad.key) == []
+    assert "its archive is '../../x'" in caplog.text
