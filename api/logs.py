@@ -11,7 +11,7 @@ from typing import Any, TextIO
 ACCESS = logging.getLogger("aotcache.access")
 """One record per request; its fields are in `record.fields`."""
 
-_TOKEN = re.compile(r"\baot_[A-Za-z0-9_-]{8,}")
+_TOKEN = re.compile(r"aot_[A-Za-z0-9_-]{8,}")
 _QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
 _PASSWORD = re.compile(r"(\w+://[^\s:/@]+):[^\s@/]+@")
 

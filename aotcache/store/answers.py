@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from email.utils import parsedate_to_datetime
+from http.client import responses
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
@@ -140,8 +141,10 @@ def error_of(url: str, method: str, response: httpx.Response, body: bytes) -> St
         plain = "\n".join(printable(line, _LONGEST_MESSAGE) for line in lines)
         text = f"{plain} ({method} {shown(url)}: {status}, request {request})"
     else:
+        # Not the answer's own phrase: it may repeat the address, signature and all.
+        phrase = responses.get(status, "")
         text = (
-            f"{method} {shown(url)} answered {status} {response.reason_phrase}, without the error of an aotcache "
+            f"{method} {shown(url)} answered {f'{status} {phrase}'.rstrip()}, without the error of an aotcache "
             "service: is one at this address?"
         )
     if status in _HINTS and not isinstance(message, str):

@@ -119,10 +119,12 @@ def test_one_line_per_request_and_no_token_in_any(api: Api, written: io.StringIO
 def test_signatures_and_passwords_are_cut_out_of_every_line() -> None:
     text = (
         "GET https://bucket.example/blobs/ab?X-Amz-Signature=beef&x=1 then "
-        "postgresql://user:hunter2@host/db then aot_abcdefghijklmnop."
+        "postgresql://user:hunter2@host/db then aot_abcdefghijklmnop. "
+        "and Bearer%20aot_abcdefghijklmnop"
     )
     assert logs.redacted(text) == (
-        "GET https://bucket.example/blobs/ab?*** then postgresql://user:***@host/db then aot_***."
+        "GET https://bucket.example/blobs/ab?*** then postgresql://user:***@host/db then aot_***. "
+        "and Bearer%20aot_***"
     )
 
 

@@ -50,6 +50,12 @@ def refusal(answer: Answer, asked: Asked) -> None:
     answer.send(403, f"<Error>SignatureDoesNotMatch {asked.path} {dict(asked.headers)}</Error>".encode())
 
 
+def refusal_in_its_phrase(answer: Answer, asked: Asked) -> None:
+    answer.send_response(403, f"Not {asked.path}")
+    answer.send_header("Content-Length", "0")
+    answer.end_headers()
+
+
 def timeout(answer: Answer, asked: Asked) -> None:
     time.sleep(0.8)
 
@@ -68,6 +74,7 @@ def nonsense(answer: Answer, asked: Asked) -> None:
     [
         (success, 0, "fetched"),
         (refusal, 1, "answered 403"),
+        (refusal_in_its_phrase, 1, "answered 403 Forbidden"),
         (timeout, 1, "not a byte for 0.4 s"),
         (crash, 1, "closed early"),
         (nonsense, 1, "closed early, or what came was not HTTP"),
