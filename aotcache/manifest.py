@@ -281,9 +281,9 @@ class Manifest:
         """The key's components as a value that can be compared."""
         return KeyParts.from_json(self.components)
 
-    def component(self, name: str) -> Component:
-        """One component of the key, by name."""
-        return next(part for part in self.parts.components if part.name == name)
+    def component(self, name: str) -> Component | None:
+        """One component of the key, by name; None where it has none, as another version's may."""
+        return next((part for part in self.parts.components if part.name == name), None)
 
     def to_json(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces."""

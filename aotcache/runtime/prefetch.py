@@ -225,7 +225,8 @@ def _of_code(report: _Report, resolver: Resolver, regions: Iterable[Region]) -> 
     stored: dict[CacheKey, list[Manifest]] = {}
     try:
         for manifest in resolver.store.list():
-            if manifest.component("code").digest in codes:
+            code = manifest.component("code")
+            if code is not None and code.digest in codes:
                 stored.setdefault(manifest.key, []).append(manifest)
     except StoreError as error:
         if report.on_miss == "raise":

@@ -17,17 +17,21 @@ from aotcache.config import settings
 from aotcache.db.engine import Database
 from aotcache.envelope import Envelope, Signature
 from aotcache.errors import CorruptArtifact, RejectedArtifact, ServiceUnavailable, StoreError
+from aotcache.graph.functions import function_regions
+from aotcache.key import Component, KeyParts
 from aotcache.manifest import Manifest
 from aotcache.runtime import registry
+from aotcache.runtime.prefetch import prefetch
 from aotcache.runtime.resolve import Resolved, Resolver
 from aotcache.runtime.stats import Stats
 from aotcache.service.index import Index
+from aotcache.spec import CompileOptions
 from aotcache.store import open_store
 from aotcache.store.base import Store
 from aotcache.store.objects import ObjectStore
 from aotcache.trust import SigningKey, sign, trusted_keys
 from aotcache.types import CacheKey, Digest, Miss
-from tests.manifests import copies
+from tests.manifests import copies, make_manifest, write_archive
 from tests.runtime import artifacts
 from tests.runtime.artifacts import Artifact, inputs
 from tests.services.s3 import S3, s3_server
@@ -440,3 +444,15 @@ def test_a_store_out_of_reach_is_a_miss_with_its_reason(
     answer = resolver.by_key(manifest.key)
     assert isinstance(answer, Miss)
     assert "was not reached within 5 s" in answer.reason
+
+
+def test_a_strangers_manifest_without_code_does_not_fail_the_prefetch_of_others(
+    key: SigningKey, tmp_path: Path
+) -> None:
+    store = copies(tmp_path / "copies")
+    parts = KeyParts((Component("other", ()),))
+    odd = replace(make_manifest(b"odd"), key=parts.key, components=tuple(parts.to_json()))
+    assert store.publish(odd, write_archive(tmp_path, b"odd"))
+    region = function_regions(CompileOptions().for_key())["flex_attention"]
+    asking = Resolver(store, tmp_path / "home", host.host_facts(), None, Stats())
+    assert prefetch(asking, [region], None, on_miss="raise", warm_line="") == frozenset()
