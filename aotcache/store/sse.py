@@ -30,7 +30,7 @@ def parse_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             data.append(value)
         elif name == "event":
             kind = value
-        elif name == "id":
+        elif name == "id" and value.isascii() and value.isprintable():  # it goes back in a header
             last = value
 
 

@@ -366,6 +366,18 @@ def test_events_go_on_after_the_last_one_when_the_connection_breaks(session_to: 
     assert [asked.headers.get("last-event-id") for asked in server.asked] == [None, "2", "4"]
 
 
+def test_an_event_whose_id_no_header_can_hold_is_an_event_all_the_same(session_to: Make) -> None:
+    def answer(answer: Answer, asked: Asked) -> None:
+        answer.send(
+            200, "id: \u00e9\u2603\ndata: 1\n\n".encode(), length=100 if len(server.asked) == 1 else None
+        )
+
+    with faulty(answer) as server:
+        session = session_to(server)
+        assert [(event["id"], event["data"]) for event in session.events("/v1/e")] == [("", 1), ("", 1)]
+        session.close()
+
+
 def test_events_of_a_service_that_is_gone_end_with_an_error(session_to: Make) -> None:
     with pytest.raises(ServiceUnavailable):
         list(session_to(closed_port()).events("/v1/builds/b/events"))
