@@ -62,4 +62,6 @@ def test_every_link_between_documents_leads_somewhere() -> None:
 
 def test_every_document_is_listed_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert {path.name for path in (ROOT / "docs").glob("*.md") if f"(docs/{path.name})" not in readme} == set()
+    assert {
+        path.name for path in (ROOT / "docs").glob("*.md") if f"(docs/{path.name})" not in readme
+    } == set()
