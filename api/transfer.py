@@ -200,7 +200,10 @@ class Draft:
     def write(self, data: bytes) -> None:
         """Append `data`. Raises StoreError."""
         try:
-            self._file.write(data)
+            # On a disk that is nearly full a write takes a part and says so; the next one is the error.
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise StoreError(
                 f"cannot write {self.path}: {error.strerror}; nothing was stored; free space, then try again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,17 @@ def test_with_tokens_shared_caches_may_not_keep_it(stored: Api) -> None:
     headers = stored.bearer("read")
     answer = stored.client.get(address(DATA), headers=headers)
     assert answer.headers["cache-control"].startswith("private,")
+
+
+def test_a_disk_that_takes_a_part_of_a_piece_is_no_archive_stored(api: Api, tmp_path: Path) -> None:
+    data = b"x" * 300_000
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Files end here as they do on a full disk: a write takes what fits, and only the next one fails.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, hard))
+    try:
+        answer = api.client.put(address(data), content=data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable")
+    assert api.client.get(address(data)).status_code == 404
+    assert list((tmp_path / "store" / "tmp").iterdir()) == []
