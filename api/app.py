@@ -44,7 +44,7 @@ def create_app(config: ServiceConfig) -> FastAPI:
         app.state.service = service
         try:
             async with (
-                _repeated(service.usage.flush, FLUSH_SECONDS),
+                _repeated(service.flush, FLUSH_SECONDS),
                 _repeated(lambda: _refresh(service), REFRESH_SECONDS),
             ):
                 yield

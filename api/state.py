@@ -94,11 +94,16 @@ class Service:
             if len(self._specs) < MOST_SPECS:
                 self._specs.setdefault(name, time.time())
 
+    def flush(self) -> None:
+        """Write what was counted and noted since the last time. Raises DatabaseError."""
+        self.usage.flush()
+        self.tokens.flush()
+
     def close(self) -> None:
         """Write what is counted, and let go of threads and connections."""
         self.workers.close()
         try:
-            self.usage.flush()
+            self.flush()
         finally:
             self.database.close()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
 from sqlalchemy import ColumnElement, or_, select, update
 
-from aotcache.db.engine import Database, clean, moment, now
+from aotcache.db.engine import Database, among, clean, moment, now
 from aotcache.db.models import TokenRow
 from aotcache.errors import ConfigError
 from aotcache.types import sha256
@@ -60,6 +61,8 @@ class Tokens:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._lock = threading.Lock()
+        self._shown: set[str] = set()
 
     def create(self, name: str, scopes: Iterable[str], expires: timedelta | None = None) -> tuple[str, Token]:
         """Make a token.
@@ -132,12 +135,34 @@ class Tokens:
         if found is None:
             return None
         if found[3]:
+            with self._lock:
+                self._shown.add(found[0])
+        return Granted(found[0], found[1], tuple(found[2]))
+
+    def flush(self) -> None:
+        """Write when the tokens were used that were shown since the last time; call it every few seconds.
+
+        Not in `check`: who may read is let in also where nothing can be written, as on a full disk.
+
+        Raises:
+            DatabaseError: if it could not be written; it is kept for the next time then.
+        """
+        with self._lock:
+            shown, self._shown = self._shown, set()
+        if not shown:
+            return
+        try:
             with self._database.session(write=True) as session:
                 session.execute(
-                    update(TokenRow).where(TokenRow.id == found[0], stale).values(last_used=now()),
+                    update(TokenRow)
+                    .where(among(session, TokenRow.id, sorted(shown)))
+                    .values(last_used=now()),
                     execution_options={"synchronize_session": False},
                 )
-        return Granted(found[0], found[1], tuple(found[2]))
+        except BaseException:
+            with self._lock:
+                self._shown |= shown
+            raise
 
     def any_live(self) -> bool:
         """Whether any token is valid now: while there is none, the service needs none."""

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
 from sqlalchemy import text
 
 from aotcache.db.engine import Database
-from aotcache.errors import ConfigError
+from aotcache.errors import ConfigError, DatabaseError
 from aotcache.service.tokens import Tokens
 
 
@@ -89,15 +90,44 @@ def test_a_name_is_free_again_once_its_token_ended(tokens: Tokens) -> None:
 def test_use_is_noted_to_the_minute(tokens: Tokens, database: Database) -> None:
     shown, _ = tokens.create("ci", ["read"])
     assert tokens.list()[0].last_used is None
-    tokens.check(shown)
-    first = tokens.list()[0].last_used
-    assert first is not None
-    tokens.check(shown)
-    assert tokens.list()[0].last_used == first
+
+    def use() -> float:
+        tokens.check(shown)
+        tokens.flush()
+        at = tokens.list()[0].last_used
+        assert at is not None
+        return at
+
+    first = use()
+    assert use() == first
     with database.session(write=True) as session:
         session.execute(text("UPDATE tokens SET last_used = last_used - 61"))
+    assert use() >= first
+
+
+def test_a_token_is_checked_while_nothing_can_be_written(tokens: Tokens, database_url: str) -> None:
+    shown, _ = tokens.create("ci", ["read"])
+    other = Database(database_url)
+    started = time.monotonic()
+    with other.session(write=True):
+        assert tokens.check(shown) is not None
+    assert time.monotonic() - started < 10
+    other.close()
+    tokens.flush()
+    assert tokens.list()[0].last_used is not None
+
+
+def test_a_use_that_could_not_be_noted_is_noted_the_next_time(tokens: Tokens, database: Database) -> None:
+    shown, _ = tokens.create("ci", ["read"])
     tokens.check(shown)
-    assert tokens.list()[0].last_used >= first
+    with database.session(write=True) as session:
+        session.execute(text("ALTER TABLE tokens RENAME TO elsewhere"))
+    with pytest.raises(DatabaseError):
+        tokens.flush()
+    with database.session(write=True) as session:
+        session.execute(text("ALTER TABLE elsewhere RENAME TO tokens"))
+    tokens.flush()
+    assert tokens.list()[0].last_used is not None
 
 
 @pytest.mark.parametrize(
