@@ -16,6 +16,7 @@ from aotcache.api.schemas import ERRORS, DigestPath, Stored
 from aotcache.api.state import Service, ServiceOf
 from aotcache.api.transfer import Compressed, Draft, FilePieces, Pieces, receive_into
 from aotcache.errors import CorruptArtifact
+from aotcache.store.files import sweep
 from aotcache.store.objects import ObjectStore
 from aotcache.types import Digest
 
@@ -146,7 +147,7 @@ async def upload(
     _: Annotated[Caller, Depends(Requires("publish"))],
 ) -> Stored:
     """The body is the archive. What does not match the digest, or is cut off, leaves nothing behind."""
-    draft = await service.workers.run(lambda: Draft(service.uploads))
+    draft = await service.workers.run(lambda: _begun(service.uploads))
     with draft:
         await receive_into(draft, request, service.workers, service.config.blob_bytes)
         if draft.digest != digest:
@@ -160,6 +161,12 @@ async def upload(
     if there:
         response.status_code = 200
     return Stored(stored=not there)
+
+
+def _begun(uploads: Path) -> Draft:
+    """A new draft. What a server that was killed has left there a day ago goes: nobody else would remove it."""
+    sweep(uploads)
+    return Draft(uploads)
 
 
 def _store(store: ObjectStore, draft: Draft) -> bool:

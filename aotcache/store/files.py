@@ -77,7 +77,7 @@ class FileClient:
         target = self._root / path
         make_dirs(target.parent)
         make_dirs(self.drafts)
-        self._sweep(self.drafts)
+        sweep(self.drafts)
         draft = self.drafts / uuid.uuid4().hex
         try:
             if not (consume and isinstance(source, Path) and _taken(source, draft)):
@@ -152,17 +152,23 @@ class FileClient:
             file.flush()
             os.fsync(descriptor)
 
-    def _sweep(self, folder: Path) -> None:
-        """Remove what writers that were killed left behind."""
-        before = time.time() - _ABANDONED_SECONDS
-        with os.scandir(folder) as drafts:
-            for draft in drafts:
-                try:
-                    if draft.stat().st_mtime < before:
-                        os.unlink(draft.path)
-                except OSError:
-                    # Another process was faster, or the file is another user's.
-                    continue
+
+def sweep(folder: Path) -> None:
+    """Remove what writers that were killed left behind, once it is a day old."""
+    before = time.time() - _ABANDONED_SECONDS
+    try:
+        drafts = os.scandir(folder)
+    except OSError:
+        # Nothing is there yet; or whoever writes there next says why that is not possible.
+        return
+    with drafts:
+        for draft in drafts:
+            try:
+                if draft.stat().st_mtime < before:
+                    os.unlink(draft.path)
+            except OSError:
+                # Another process was faster, or the file is another user's.
+                continue
 
 
 def _taken(source: Path, draft: Path) -> bool:

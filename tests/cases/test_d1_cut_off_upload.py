@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import socket
 import time
@@ -15,6 +16,8 @@ import pytest
 
 from aotcache.db.engine import Database
 from aotcache.service.index import Index
+from aotcache.store import ObjectStore, open_store
+from tests.services.s3 import S3, s3_server
 from tests.services.serving import Serving, serving
 
 DATA = random.Random(1).randbytes(3_000_001)
@@ -24,8 +27,19 @@ SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(tmp_path_factory.mktemp("d1")) as found:
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as found:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in found.environment.items():
+                patch.setenv(name, value)
+            yield found
+
+
+@pytest.fixture(scope="module", params=["directory", "bucket"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A service over either kind of store."""
+    store = request.getfixturevalue("s3").bucket() if request.param == "bucket" else None
+    with serving(tmp_path_factory.mktemp("d1"), store=store) as found:
         yield found
 
 
@@ -96,10 +110,19 @@ def chunked_closed(server: Serving) -> None:
     assert b" 422 " in send(server, "Transfer-Encoding: chunked", body, answered=True).splitlines()[0]
 
 
-def files(server: Serving) -> list[Path]:
-    """Everything that lies in the store."""
-    root = Path(urlsplit(server.store).path)
-    return [path for path in root.rglob("*") if path.is_file()]
+def kept(server: Serving) -> list[str]:
+    """Everything that lies in the store, or where it is written before it gets there."""
+    store = open_store(server.store, tier=False)
+    assert isinstance(store, ObjectStore)
+    objects = [info.path for part in ("blobs", "refs") for info in store._client.list(part)]
+    return objects + [str(path) for path in drafts(server)]
+
+
+def drafts(server: Serving) -> list[Path]:
+    uploads = server.home / "service" / "uploads"
+    if server.store.startswith("file:"):
+        uploads = Path(urlsplit(server.store).path) / "tmp"
+    return list(uploads.iterdir()) if uploads.exists() else []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +131,7 @@ def files(server: Serving) -> list[Path]:
 def test_what_was_cut_off_is_not_there_and_can_be_sent_again(
     server: Serving, cut: Callable[[Serving], None]
 ) -> None:
-    with httpx.Client(base_url=server.url, timeout=SECONDS) as client:
+    with httpx.Client(base_url=server.url, timeout=SECONDS, follow_redirects=True) as client:
         before = len(server.requests())
         cut(server)
         _until(lambda: any(line["method"] == "PUT" for line in server.requests()[before:]))
@@ -116,14 +139,40 @@ def test_what_was_cut_off_is_not_there_and_can_be_sent_again(
         answer = client.get(PATH)
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_stored")
         assert client.head(PATH).status_code == 404
-        assert files(server) == []
+        assert kept(server) == []
         assert client.get("/v1/artifacts").json()["artifacts"] == []
         assert _blob_rows(server) == 0
 
         assert client.put(PATH, content=DATA).status_code == 201
         assert client.get(PATH).content == DATA
-    for path in files(server):
-        path.unlink()
+    _empty(server)
+
+
+def test_what_a_server_that_was_killed_had_of_an_upload_is_not_there_and_goes(tmp_path: Path, s3: S3) -> None:
+    for number, store in enumerate((None, s3.bucket())):
+        folder = tmp_path / str(number)
+        with serving(folder, store=store) as server:
+            parts = urlsplit(server.url)
+            with socket.create_connection((str(parts.hostname), parts.port), timeout=SECONDS) as connection:
+                header = f"PUT {PATH} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Length: {len(DATA)}\r\n\r\n"
+                connection.sendall(header.encode() + DATA[: len(DATA) // 2])
+                _until(lambda server=server: any(path.stat().st_size for path in drafts(server)))  # type: ignore[misc]
+                server.kill()
+        with serving(folder, store=server.store) as server:
+            (left,) = drafts(server)
+            with httpx.Client(base_url=server.url, timeout=SECONDS, follow_redirects=True) as client:
+                assert client.get(PATH).status_code == 404
+                os.utime(left, (0, 0))  # more than a day ago
+                assert client.put(PATH, content=DATA).status_code == 201
+                assert client.get(PATH).content == DATA
+            assert drafts(server) == []
+
+
+def _empty(server: Serving) -> None:
+    store = open_store(server.store, tier=False)
+    assert isinstance(store, ObjectStore)
+    for info in list(store._client.list("blobs")):
+        assert store._client.delete(info.path)
 
 
 def _blob_rows(server: Serving) -> int:
