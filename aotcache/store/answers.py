@@ -107,14 +107,25 @@ def shown(url: str) -> str:
 
 
 def retry_after(response: httpx.Response, now: float) -> float | None:
-    """Seconds to wait by the answer's Retry-After, or None; `now` in seconds since the epoch."""
+    """Seconds to wait by the answer's Retry-After, or None.
+
+    Args:
+        response: A moment there is compared with its own Date, if it has one: clocks differ.
+        now: Seconds since the epoch on this host.
+    """
     text = response.headers.get("Retry-After", "").strip()
     if not text:
         return None
     if text.isascii() and text.isdigit():
         return float(text[:9])
+    moment = _moment(text)
+    sent = _moment(response.headers.get("Date", ""))
+    return None if moment is None else max(0.0, moment - (now if sent is None else sent))
+
+
+def _moment(text: str) -> float | None:
     try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+        return parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError, OverflowError):
         return None
 

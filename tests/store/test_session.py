@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from pathlib import Path
 
+import httpx
 import pytest
 import zstandard
 
@@ -25,7 +26,7 @@ from aotcache.errors import (
     StoreError,
 )
 from aotcache.store import open_store
-from aotcache.store.answers import service_url
+from aotcache.store.answers import retry_after, service_url
 from aotcache.store.circuit import circuit_for
 from aotcache.store.session import Limits, ServiceSession, session_for
 from aotcache.types import sha256
@@ -208,6 +209,16 @@ def test_retry_after_is_waited_for(session_to: Make, date: bool) -> None:
         assert session.json("GET", "/v1/x") == {}
         assert time.monotonic() - began > 0.2
         session.close()
+
+
+@pytest.mark.parametrize("ahead", [-3600, 3600])
+def test_a_retry_after_is_by_the_services_own_clock(ahead: float) -> None:
+    now = 1_800_000_000.0
+    headers = {
+        "Date": formatdate(now + ahead, usegmt=True),
+        "Retry-After": formatdate(now + ahead + 4, usegmt=True),
+    }
+    assert retry_after(httpx.Response(503, headers=headers), now) == 4.0
 
 
 def test_a_retry_after_that_is_no_number_is_none(session_to: Make) -> None:
