@@ -8,7 +8,18 @@ import sys
 
 from bench.common import publish
 
-ALL = ("first_step", "steady", "dispatch", "flex", "threads", "archive", "warm_throughput", "stream", "serve")
+ALL = (
+    "first_step",
+    "steady",
+    "dispatch",
+    "flex",
+    "threads",
+    "archive",
+    "warm_throughput",
+    "stream",
+    "serve",
+    "misses",
+)
 
 
 def main() -> int:

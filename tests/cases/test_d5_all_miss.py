@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,8 @@ from tests.services.building import Building, building, children, client_of, unt
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CLIENTS = 64
+LEASE_SECONDS = "10"
+"""Long enough for a builder that has to share two cores with 64 clients."""
 LAYERS = "abcz"
 
 
@@ -70,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, importable: None) -> Path:
 
 @pytest.fixture(scope="module")
 def case(folder: Path) -> Iterator[Case]:
-    with building(folder / "service", LAYERS) as made:
+    with building(folder / "service", LAYERS, environment={"AOTCACHE_LEASE_SECONDS": LEASE_SECONDS}) as made:
         with client_of(made, folder / "client"):
             rows = plan(write_spec(folder / "here", LAYERS), store=str(folder / "none"))
             found = Case(made, {row.cell.region.removeprefix("layers."): row.cell.key for row in rows})
@@ -120,41 +121,45 @@ def test_64_clients_get_the_same_error_after_two_attempts_at_most(case: Case) ->
     assert case.ask(case.service, "z").id == builds[0].id  # who comes later is told the same
 
 
+def compiles(build: Build) -> bool:
+    assert not build.ended, build
+    return build.stage == "compile"
+
+
 def test_a_builder_that_dies_is_taken_over_once_and_other_keys_are_served_meanwhile(case: Case) -> None:
     served = case.store.lookup(case.keys["a"])
     build = case.ask(case.service, "b")
     over = threading.Event()
     answers: list[list[Manifest]] = []
-    seconds: list[float] = []
 
     def reader() -> None:
         while not over.is_set():
-            began = time.perf_counter()
             answers.append(case.store.lookup(case.keys["a"]))
-            seconds.append(time.perf_counter() - began)
             time.sleep(0.02)
 
     readers = [threading.Thread(target=reader) for _ in range(4)]
     for thread in readers:
         thread.start()
     try:
-        until(lambda: case.service.get(str(build.id)).stage == "compile")
-        first = case.builder()
-        os.kill(first, signal.SIGKILL)
-        done = case.end(build)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(all_at_once, case, "b")
+            until(lambda: compiles(case.service.get(str(build.id))))
+            first = case.builder()
+            os.kill(first, signal.SIGKILL)
+            ends = waiting.result()
     finally:
         over.set()
         for thread in readers:
             thread.join()
-    assert (done.state, done.attempts) == ("done", 2)
+    assert {(end.id, end.state, end.attempts) for end in ends} == {(build.id, "done", 2)}
+    done = ends[0]
     assert case.builder() != first
     begun = [event for event in case.events(done) if event.get("state") == "running"]
     assert len(begun) == 2
     assert len({event["holder"] for event in begun}) == 2
     assert len(case.store.lookup(case.keys["b"])) == 1
-    assert len(answers) > 100
+    assert len(answers) > 100  # how long they take is a figure of bench.misses
     assert all(answer == served for answer in answers)
-    print(f"{len(seconds)} lookups, p99 {statistics.quantiles(seconds, n=100)[98] * 1000:.1f} ms")
 
 
 def test_a_server_that_dies_forgets_no_build(case: Case, folder: Path) -> None:
