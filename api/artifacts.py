@@ -75,10 +75,14 @@ def listing(
     target: Text = None,
     torch: Text = None,
     key: Text = None,
+    code: Text = None,
 ) -> ArtifactPage:
-    """Page by page in the order of key and variant, each page at the same cost. Filters are exact."""
+    """Page by page in the order of key and variant, each page at the same cost. Filters are exact.
+
+    `code` is the digest of a key's component of that name: what a worker can run of its drafter's code.
+    """
     page = service.index.page(
-        cursor=cursor, limit=limit, region=region, mode=mode, target=target, torch=torch, key=key
+        cursor=cursor, limit=limit, region=region, mode=mode, target=target, torch=torch, key=key, code=code
     )
     return ArtifactPage.model_validate(
         {"artifacts": [asdict(artifact) for artifact in page.artifacts], "next": page.next}

@@ -329,22 +329,21 @@ def _missing(store: Store, spec: Path | None, key: str | None) -> dict[str, Any]
             "to it is not what the spec makes now. The error of the miss itself names what differs",
             key=key,
         )
-    manifests = list(store.list())
     return {
         "ok": all(row.state == "covered" for row in rows),
-        "cells": [row.to_json() | _nearest(row, manifests) for row in rows],
+        "cells": [row.to_json() | _nearest(row, store) for row in rows],
     }
 
 
-def _nearest(row: Any, manifests: list[Manifest]) -> dict[str, Any]:
+def _nearest(row: Any, store: Store) -> dict[str, Any]:
     if row.state == "covered":
         return {}
-    variants = [str(m.variant) for m in manifests if m.key == row.cell.key]
+    variants = [str(m.variant) for m in store.lookup(row.cell.key)]
     if variants:
         return {"other_variants": variants}
     from aotcache.runtime.resolve import nearest
 
-    found = nearest(row.cell.parts, row.cell.mode, manifests)
+    found = nearest(row.cell.parts, row.cell.mode, store.near(row.cell.parts, row.cell.mode))
     if found is None:
         return {"nearest": None, "differences": []}
     m = found.manifest

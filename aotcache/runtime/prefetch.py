@@ -218,15 +218,13 @@ def _of_lock(report: _Report, resolver: Resolver, locked: Sequence[LockedCell]) 
     return _best(report, resolver, {k: [m for m in stored[k] if m.digest in digests] for k in report.need})
 
 
-def _of_code(report: _Report, resolver: Resolver, regions: Iterable[Region]) -> list[Manifest]:
+def _of_code(report: _Report, resolver: Resolver, regions: Sequence[Region]) -> list[Manifest]:
     """The best artifact for each key that the store has of these regions' code."""
     report.code = {region.name: region.static().code.digest for region in regions}
-    codes = set(report.code.values())
     stored: dict[CacheKey, list[Manifest]] = {}
     try:
-        for manifest in resolver.store.list():
-            code = manifest.component("code")
-            if code is not None and code.digest in codes:
+        for code in sorted({region.static().code.digest for region in regions}):
+            for manifest in resolver.store.list(code=code):
                 stored.setdefault(manifest.key, []).append(manifest)
     except StoreError as error:
         if report.on_miss == "raise":

@@ -315,16 +315,14 @@ def explain(call: Call, reason: str, store: Store, warm_line: str) -> str:
     where = f"region {call.region.name!r} ({call.mode}), key {call.parts.key}"
     lines = [f"no artifact for {where}: {reason} (store {store.url})"]
     try:
-        entries = list(store.entries())
+        lines += [
+            f"what lies there for {entry.variant} cannot be used: {entry.problem}"
+            for entry in store.variants(call.parts.key)
+            if entry.problem is not None
+        ]
+        found = nearest(call.parts, call.mode, store.near(call.parts, call.mode))
     except StoreError as error:
         return "\n".join([*lines, f"what is nearest to it cannot be told: {error}", _way_out([], warm_line)])
-    lines += [
-        f"what lies there for {entry.variant} cannot be used: {entry.problem}"
-        for entry in entries
-        if entry.key == call.parts.key and entry.problem is not None
-    ]
-    usable = (entry.usable for entry in entries if entry.usable is not None)
-    found = nearest(call.parts, call.mode, usable)
     if found is None:
         lines.append(nothing_near(call.mode))
     elif found.differences:

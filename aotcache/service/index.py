@@ -151,6 +151,7 @@ class Index:
         target: str | None = None,
         torch: str | None = None,
         key: str | None = None,
+        code: str | None = None,
     ) -> Page:
         """One page in the order of (key, variant), at the same cost wherever it is.
 
@@ -158,6 +159,7 @@ class Index:
             cursor: `next` of the page before, asked for with the same filters.
             limit: Most rows, 1 to 1000; more or less is taken for the nearest of these.
             region, mode, target, torch, key: Only rows with this value; `torch` is the version.
+            code: Only rows whose key has this digest for its component "code".
 
         Raises:
             BadCursor: for a cursor that no page handed out.
@@ -169,6 +171,10 @@ class Index:
         for name, value in wanted.items():
             if value is not None:
                 names = names.where(getattr(a, name) == clean(value))
+        if code is not None:
+            k = KeyComponentRow
+            of = (k.key == a.key) & (k.name == "code") & (k.digest == clean(code))
+            names = names.join(k, of)
         if cursor is not None:
             after = unpack(cursor, str, str)
             names = names.where(tuple_(a.key, a.variant) > tuple_(*after))

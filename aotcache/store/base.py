@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
-from aotcache.types import CacheKey, Digest, Variant
+from aotcache.types import CacheKey, Digest, Mode, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,22 @@ class Store(Protocol):
         None if the store's bytes are elsewhere: `fetch` them. Raises as `fetch`.
         """
 
-    def list(self) -> Iterator[Manifest]:
-        """Every manifest that can be fetched, in the order of keys."""
+    def variants(self, key: CacheKey) -> Iterator[Entry]:
+        """Every ref of a key, also those that are misses, in the order of their names."""
+
+    def list(self, *, code: Digest | None = None) -> Iterator[Manifest]:
+        """Every manifest that can be fetched, in the order of keys.
+
+        Args:
+            code: Only those whose key has this digest for its component "code".
+        """
+
+    def near(self, parts: KeyParts, mode: Mode) -> Iterator[Manifest]:
+        """Manifests of a mode to compare a missing key with, each of which can be fetched.
+
+        Where a look costs a request these are not all that there are: a service picks those that
+        share most with the key, of a bucket the ones written last are taken.
+        """
 
     def entries(self) -> Iterator[Entry]:
         """Every ref, in the order of keys; those that are misses with their problem."""

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from aotcache.errors import ManifestError, NotStored, ServiceError, StoreError
+from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
 from aotcache.store.base import Entry, Usage
 from aotcache.store.download import download
 from aotcache.store.objects import check_archive
 from aotcache.store.session import ServiceSession, session_for
-from aotcache.types import CacheKey, Digest, Variant, is_digest, printable, sha256
+from aotcache.types import CacheKey, Digest, Mode, Variant, is_digest, printable, sha256
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class HttpStore:
     def lookup(self, key: CacheKey) -> list[Manifest]:
         """See `Store`."""
         found = []
-        for entry in self._variants(key):
+        for entry in self.variants(key):
             if entry.usable is not None:
                 found.append(entry.usable)
             else:
@@ -150,17 +151,31 @@ class HttpStore:
         """None: the bytes are the service's."""
         return None
 
-    def list(self) -> Iterator[Manifest]:
+    def list(self, *, code: Digest | None = None) -> Iterator[Manifest]:
         """See `Store`."""
-        return (entry.usable for entry in self.entries() if entry.usable is not None)
+        return (entry.usable for entry in self._entries(code) if entry.usable is not None)
+
+    def near(self, parts: KeyParts, mode: Mode) -> Iterator[Manifest]:
+        """See `Store`."""
+        path = f"/v1/keys/{parts.key}/why"
+        answer = self.session.json("POST", path, body={"mode": mode, "components": parts.to_json()})
+        try:
+            keys = [CacheKey(str(near["key"])) for near in _of(answer, "nearest", list, self.url)]
+        except (KeyError, TypeError) as error:
+            raise _unlike(self.url, path, error) from None
+        for manifests in _each(self.lookup, keys):
+            yield from (manifest for manifest in manifests if manifest.mode == mode)
 
     def entries(self) -> Iterator[Entry]:
         """See `Store`. Read page by page, with a request for each key."""
-        for rows in self._pages():
+        return self._entries(None)
+
+    def _entries(self, code: Digest | None) -> Iterator[Entry]:
+        for rows in self._pages(code):
             keys = list(dict.fromkeys(row.key for row in rows))
             found = {
                 (entry.key, entry.variant): entry
-                for entries in _each(self._variants, keys)
+                for entries in _each(self.variants, keys)
                 for entry in entries
             }
             for row in rows:
@@ -181,15 +196,16 @@ class HttpStore:
     def usage(self) -> Usage:
         """See `Store`."""
         refs, blobs = 0, dict[Digest, int]()
-        for rows in self._pages():
+        for rows in self._pages(None):
             refs += len(rows)
             blobs |= {row.digest: row.size for row in rows}
         return Usage(refs, len(blobs), sum(blobs.values()))
 
-    def _pages(self) -> Iterator[Sequence[_Row]]:
+    def _pages(self, code: Digest | None) -> Iterator[Sequence[_Row]]:
         cursor: str | None = None
         while True:
-            answer = self.session.json("GET", "/v1/artifacts", params={"limit": _PAGE, "cursor": cursor})
+            params = {"limit": _PAGE, "cursor": cursor, "code": code}
+            answer = self.session.json("GET", "/v1/artifacts", params=params)
             try:
                 rows = [_row(row) for row in answer["artifacts"]]
                 following = answer["next"]
@@ -202,14 +218,14 @@ class HttpStore:
                 raise _unlike(self.url, "/v1/artifacts", "a page after which the next one is the same")
             cursor = following
 
-    def _variants(self, key: CacheKey) -> Sequence[Entry]:
-        """Every entry of one key; those that cannot be understood with their problem."""
+    def variants(self, key: CacheKey) -> Iterator[Entry]:
+        """See `Store`."""
         path = f"/v1/artifacts/{quote(key, safe='')}"
         try:
             answer = self.session.json("GET", path)
         except NotStored:
-            return []
-        return [self._entry(key, path, found) for found in _of(answer, "variants", list, self.url)]
+            return iter(())
+        return iter([self._entry(key, path, found) for found in _of(answer, "variants", list, self.url)])
 
     def _entry(self, key: CacheKey, path: str, found: Any) -> Entry:
         try:
@@ -233,7 +249,7 @@ class HttpStore:
 
     def _there(self, manifest: Manifest) -> Manifest | None:
         """The entry for a manifest's key and variant."""
-        entries = (entry.usable for entry in self._variants(manifest.key))
+        entries = (entry.usable for entry in self.variants(manifest.key))
         return next((m for m in entries if m is not None and m.variant == manifest.variant), None)
 
     def _size(self, path: str) -> int | None:

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from aotcache.errors import CorruptArtifact, ManifestError, NotStored, StoreError
+from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
 from aotcache.store.base import Entry, Usage
 from aotcache.store.clients import CHUNK, Client, Info
 from aotcache.store.files import FileClient
 from aotcache.store.local import make_dirs
-from aotcache.types import CacheKey, Digest, Variant, is_digest
+from aotcache.types import CacheKey, Digest, Mode, Variant, is_digest
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,9 @@ ORIGIN = "origin"
 
 _LARGEST_DOCUMENT = 16 << 20
 """Bytes of a ref, which is read into memory; whoever can write to a bucket can put any there."""
+
+_COMPARED = 200
+"""Entries of a bucket that a missing key is compared with: each is a request."""
 
 _LATE_BLOB_RETRIES = (0.02, 0.1)
 """Waits in seconds. Another host of a network file system can see a new ref
@@ -87,7 +91,7 @@ class ObjectStore:
         return self._client.put(ref, manifest.document(), create=not replace)
 
     def variants(self, key: CacheKey) -> Iterator[Entry]:
-        """Every ref of a key, also those that are misses."""
+        """See `Store`."""
         found = (self._entry(ref) for ref in self._client.list(_ref_folder(key)))
         return (entry for entry in found if entry is not None)
 
@@ -179,9 +183,21 @@ class ObjectStore:
             self._read_checked(digest, None)
         return path
 
-    def list(self) -> Iterator[Manifest]:
+    def list(self, *, code: Digest | None = None) -> Iterator[Manifest]:
         """See `Store`."""
-        return (entry.usable for entry in self.entries() if entry.usable is not None)
+        for entry in self.entries():
+            found = entry.usable
+            if found is not None and (code is None or _code(found) == code):
+                yield found
+
+    def near(self, parts: KeyParts, mode: Mode) -> Iterator[Manifest]:
+        """See `Store`."""
+        refs: Iterable[Info] = self._client.list("refs")
+        if not self.own:
+            refs = sorted(refs, key=lambda info: info.modified, reverse=True)[:_COMPARED]
+        entries = (self._entry(ref) for ref in refs)
+        usable = (entry.usable for entry in entries if entry is not None)
+        return (manifest for manifest in usable if manifest is not None and manifest.mode == mode)
 
     def entries(self) -> Iterator[Entry]:
         """See `Store`."""
@@ -297,6 +313,11 @@ def check_archive(manifest: Manifest, archive: Path) -> None:
             expected=manifest.digest,
             found=found,
         )
+
+
+def _code(manifest: Manifest) -> Digest | None:
+    part = manifest.component("code")
+    return None if part is None else part.digest
 
 
 def _ref_folder(key: CacheKey) -> str:

@@ -6,11 +6,11 @@ error. Neither is the query of any address: a redirect to a bucket carries a sig
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
 import re
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,6 +30,7 @@ from aotcache.store.circuit import Circuit, circuit_for
 from aotcache.store.patience import LATE, answered_within, make_patient
 from aotcache.store.quiet import unlogged
 from aotcache.store.sse import parse_events
+from aotcache.store.tokens import token_for
 from aotcache.types import Digest
 
 logger = logging.getLogger(__name__)
@@ -442,36 +443,30 @@ _sessions: dict[tuple[str, str | None], ServiceSession] = {}
 
 
 def session_for(url: str) -> ServiceSession:
-    """This process's session with a service; the token is the setting's, or its file's.
+    """This process's session with a service, with its token, see `token_for`.
 
     Raises:
         StoreError: for an address that is none.
         ConfigError: if others can read the token's file.
     """
-    place, settings = service_url(url), Settings()
-    token = _stored_token(place, settings) if settings.token is None else settings.token.get_secret_value()
-    return _sessions.setdefault((place, token), ServiceSession(place, token))
+    place = service_url(url)
+    token = token_for(place, Settings())
+    found = _sessions.get((place, token))
+    if found is None:
+        if token is not None and not _private(place):
+            logger.warning(
+                "the token for %s crosses the network unencrypted, where anybody on the way can read it; put TLS in "
+                "front of the service and use https://",
+                place,
+            )
+        found = _sessions.setdefault((place, token), ServiceSession(place, token))
+    return found
 
 
-def token_path(url: str, settings: Settings) -> Path:
-    """The file of a service's token: `tokens/<host>_<port>` in `config_home`."""
-    _, host, port = origin(url)
-    return settings.config_home / "tokens" / f"{host}_{port}"
-
-
-def _stored_token(url: str, settings: Settings) -> str | None:
-    path = token_path(url, settings)
+def _private(place: str) -> bool:
+    """Whether what is sent there is encrypted, or does not leave this host."""
+    scheme, host, _ = origin(place)
     try:
-        mode = path.stat().st_mode
-        text = path.read_text().strip()
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token in {path}: {error}", path=str(path)) from None
-    if mode & 0o077:
-        raise ConfigError(
-            f"the token in {path} has mode {stat.S_IMODE(mode):04o}, expected 0600; others may have read it: "
-            "revoke it and store a new one, or chmod 600 it if you are sure",
-            path=str(path),
-        )
-    return text or None
+        return scheme == "https" or host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
 from aotcache.config import Settings
 from aotcache.errors import AotcacheError, CorruptArtifact, NotStored, ServiceUnavailable, StoreError
+from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
 from aotcache.store.base import Entry, Store, Usage
 from aotcache.store.circuit import circuit_for
 from aotcache.store.http import HttpStore
 from aotcache.store.local import make_dirs, once
 from aotcache.store.objects import ObjectStore
-from aotcache.types import CacheKey, Digest, Variant, sha256
+from aotcache.types import CacheKey, Digest, Mode, Variant, sha256
 
 logger = logging.getLogger(__name__)
 
@@ -125,23 +127,31 @@ class TieredStore:
         self._keep_manifests(digest)
         return path
 
-    def list(self) -> Iterator[Manifest]:
+    def variants(self, key: CacheKey) -> Iterator[Entry]:
         """See `Store`; the copies while the remote store is out of reach."""
-        return (entry.usable for entry in self.entries() if entry.usable is not None)
+        return self._each(lambda store: store.variants(key))
+
+    def list(self, *, code: Digest | None = None) -> Iterator[Manifest]:
+        """See `Store`; the copies while the remote store is out of reach."""
+        for manifest in self._each(lambda store: store.list(code=code)):
+            self._remember(manifest)
+            yield manifest
+
+    def near(self, parts: KeyParts, mode: Mode) -> Iterator[Manifest]:
+        """See `Store`; the copies while the remote store is out of reach."""
+        return self._each(lambda store: store.near(parts, mode))
 
     def entries(self) -> Iterator[Entry]:
         """See `Store`; the copies while the remote store is out of reach."""
-        remote = iter(self.remote.entries())
-        first = self._reachable(lambda: [next(remote, None)])
-        if first is None:
-            yield from self.local.entries()
-            return
-        entry = first[0]
-        while entry is not None:
+        for entry in self._each(lambda store: store.entries()):
             if entry.usable is not None:
                 self._remember(entry.usable)
             yield entry
-            entry = next(remote, None)
+
+    def _each(self, of: Callable[[Store], Iterator[T]]) -> Iterator[T]:
+        remote = iter(of(self.remote))
+        first = self._reachable(lambda: list(islice(remote, 1)))
+        return of(self.local) if first is None else chain(first, remote)
 
     def delete(self, key: CacheKey, variant: Variant | str) -> bool:
         """See `Store`. From both."""

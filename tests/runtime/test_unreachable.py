@@ -13,7 +13,7 @@ import torch
 from aotcache import host
 from aotcache.errors import ArtifactMiss, ServiceUnavailable
 from aotcache.graph.functions import function_regions
-from aotcache.graph.region import Call
+from aotcache.graph.region import Call, Region
 from aotcache.lockfile import LockedCell
 from aotcache.runtime.prefetch import prefetch
 from aotcache.runtime.resolve import Resolver, explain
@@ -94,7 +94,10 @@ def test_prefetch_of_a_lock_file_leaves_it_to_on_miss(store: Store, tmp_path: Pa
 
 
 def test_prefetch_without_a_lock_file_opens_what_it_can_see(url: str, tmp_path: Path) -> None:
-    asking = resolver(open_store(url, tier=False), tmp_path)
-    prefetch(asking, [], None, on_miss="eager", warm_line=WARM)
+    asking, region = (
+        resolver(open_store(url, tier=False), tmp_path),
+        Region("layer", torch.nn.Linear(2, 2), {}),
+    )
+    prefetch(asking, [region], None, on_miss="eager", warm_line=WARM)
     with pytest.raises(ServiceUnavailable):
-        prefetch(asking, [], None, on_miss="raise", warm_line=WARM)
+        prefetch(asking, [region], None, on_miss="raise", warm_line=WARM)

@@ -119,6 +119,15 @@ def test_filters(index: Index, filters: dict[str, str], expected: set[str]) -> N
     assert found == {made[name].key for name in expected}
 
 
+def test_a_filter_by_code(index: Index) -> None:
+    first, other = enter(index, call="a"), enter(index, call="b")
+    assert first.component("code") != other.component("code")
+    code = first.component("code")
+    assert code is not None
+    assert [a.key for a in index.page(code=code.digest).artifacts] == [first.key]
+    assert index.page(code="0" * 64).artifacts == []
+
+
 def test_a_filter_by_key(index: Index) -> None:
     first, _ = enter(index, call="a"), enter(index, call="b")
     assert [a.key for a in index.page(key=first.key).artifacts] == [first.key]

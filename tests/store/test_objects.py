@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aotcache.errors import CorruptArtifact, NotStored, StoreError
+from aotcache.key import Component, KeyParts
 from aotcache.manifest import Manifest
 from aotcache.store import ObjectStore, Store, open_store
 from aotcache.store.http import HttpStore
@@ -128,6 +129,40 @@ def test_resolve_answers_every_key_once(store: Store, tmp_path: Path) -> None:
     one = put(store, tmp_path, b"one", call="one")
     absent = make(call="absent").key
     assert store.resolve([one.key, absent, one.key]) == {one.key: [one], absent: []}
+
+
+def test_a_list_can_be_of_one_code_alone(store: Store, tmp_path: Path) -> None:
+    one, other = put(store, tmp_path, b"one", call="one"), put(store, tmp_path, b"two", call="two")
+    codes = {part.name: part.digest for part in one.parts.components}
+    assert [m.key for m in store.list(code=codes["code"])] == [one.key]
+    assert list(store.list(code=Digest("0" * 64))) == []
+    assert {m.key for m in store.list()} == {one.key, other.key}
+
+
+def test_what_comes_near_a_missing_key_can_be_compared_with_it(store: Store, tmp_path: Path) -> None:
+    near = put(store, tmp_path, b"near", call="near")
+    put(store, tmp_path, b"infer", call="near", mode="infer", target="cpu:x86_64-avx512")
+    missing = KeyParts(
+        tuple(
+            Component(part.name, (("item", "another"),)) if part.name == "call" else part
+            for part in near.parts.components
+        )
+    )
+    assert store.lookup(missing.key) == []
+    assert [m for m in store.near(missing, "train") if m.key == near.key] == [near]
+    assert all(m.mode == "train" for m in store.near(missing, "train"))
+
+
+def test_the_refs_of_a_key_are_there_also_where_they_are_misses(store: Store, tmp_path: Path) -> None:
+    good = put(store, tmp_path, b"good")
+    gone = put(store, tmp_path, b"gone", target="cpu:x86_64-avx512")
+    assert good.key == gone.key
+    assert [(e.variant, e.problem) for e in store.variants(good.key)] == [
+        (str(m.variant), None) for m in (good, gone)
+    ]
+    lose(store, blob(gone))
+    assert [e.variant for e in store.variants(good.key) if e.usable is not None] == [str(good.variant)]
+    assert list(store.variants(make(call="absent").key)) == []
 
 
 def test_a_published_entry_is_left_alone_unless_replaced(store: Store, tmp_path: Path) -> None:

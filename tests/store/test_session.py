@@ -475,12 +475,29 @@ def test_the_token_is_the_settings_or_its_private_file(
         monkeypatch.setenv("AOTCACHE_TOKEN", "aot_of_setting")
         of_setting = session_for(server.url)
         of_setting.json("GET", "/v1/x")
+        # Where another service is the store, the setting's token is that one's.
+        monkeypatch.setenv("AOTCACHE_STORE", "https://team.example/aotcache")
+        assert session_for(server.url) is of_file
+        monkeypatch.setenv("AOTCACHE_STORE", server.url)
+        assert session_for(server.url) is of_setting
         of_file.close()
         of_setting.close()
     assert [asked.headers["authorization"] for asked in server.asked] == [
         "Bearer aot_of_file",
         "Bearer aot_of_setting",
     ]
+
+
+def test_a_token_that_would_cross_the_network_in_plain_text_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AOTCACHE_TOKEN", "aot_secret")
+    for url in ("https://plain.example", "http://127.0.0.1:9", "http://localhost:9", "http://[::1]:9"):
+        session_for(url)
+    assert caplog.text == ""
+    session_for("http://plain.example")
+    assert "http://plain.example crosses the network unencrypted" in caplog.text
+    assert "aot_secret" not in caplog.text
 
 
 @pytest.mark.parametrize("proxy", ["socks5://u:secret@127.0.0.1:1", "foo://u:secret@127.0.0.1:1"])
