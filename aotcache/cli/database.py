@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aotcache.cli.output import JsonFlag, StoreOption, count, emit_json, print_lines
+from aotcache.cli.output import JsonFlag, count, emit_json, print_lines
+from aotcache.cli.serve import served_store
 from aotcache.config import settings
 from aotcache.errors import ConfigError
 from aotcache.store import ObjectStore, open_store
@@ -23,6 +24,15 @@ DatabaseOption = Annotated[
         "--database",
         metavar="URL",
         help="sqlite:////absolute/file.db or postgresql://...  [default: AOTCACHE_DATABASE]",
+    ),
+]
+
+ServedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help="What the service serves: a directory or bucket.  [default: AOTCACHE_STORE, else <home>/service/store]",
     ),
 ]
 
@@ -86,7 +96,7 @@ def check(database: DatabaseOption = None, as_json: JsonFlag = False) -> None:
 
 
 @db.command("reindex")
-def reindex(store: StoreOption = None, database: DatabaseOption = None, as_json: JsonFlag = False) -> None:
+def reindex(store: ServedOption = None, database: DatabaseOption = None, as_json: JsonFlag = False) -> None:
     """Enter what the store has and take out what it has not; the service may run meanwhile.
 
     Builds, tokens and counts of hits are not in the store: they stay as they are.
@@ -94,7 +104,7 @@ def reindex(store: StoreOption = None, database: DatabaseOption = None, as_json:
     with opened(database) as found:
         from aotcache.service.index import Index
 
-        source = open_store(store, tier=False)
+        source = open_store(store or served_store(settings()), tier=False)
         if not isinstance(source, ObjectStore):
             raise ConfigError(
                 f"store {source.url}: expected the directory or bucket that the service keeps its entries in, "
@@ -104,6 +114,10 @@ def reindex(store: StoreOption = None, database: DatabaseOption = None, as_json:
         if as_json:
             emit_json({"database": found.url, "store": source.url, **asdict(counts)})
         else:
-            print_lines([f"added {counts.added}, removed {counts.removed}, kept {counts.kept}"])
+            print_lines([f"{source.url}: added {counts.added}, removed {counts.removed}, kept {counts.kept}"])
             if counts.unusable:
-                print_lines([f"{count(counts.unusable, 'ref')} cannot be used: aotcache verify says why"])
+                print_lines(
+                    [
+                        f"{count(counts.unusable, 'ref')} cannot be used: aotcache verify --store {source.url} says why"
+                    ]
+                )

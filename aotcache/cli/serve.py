@@ -92,7 +92,7 @@ def serve(
         _ensure_key(current, trusted, building)
     logs.configure()
     config = ServiceConfig(
-        store=store or _store(current),
+        store=store or served_store(current),
         database=database or current.database,
         trusted=trusted,
         uploads=current.service / "uploads",
@@ -170,13 +170,14 @@ def named_specs(paths: list[Path]) -> dict[str, Path]:
     return found
 
 
-def _store(current: Settings) -> str:
+def served_store(current: Settings) -> str:
+    """What a service on this host keeps its entries in, where no store is named. Raises ConfigError."""
     if "store" not in current.model_fields_set:
         return str((current.service / "store").as_uri())
     if current.store.startswith(("http://", "https://")):
         raise ConfigError(
-            f"AOTCACHE_STORE is {current.store}, another service, which cannot be served again; "
-            "say with --store which directory or bucket to serve"
+            f"AOTCACHE_STORE is {current.store}, a service, not what a service keeps its entries in; "
+            "say with --store which directory or bucket that is"
         )
     return current.store
 

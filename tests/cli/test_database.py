@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from aotcache.cli.tokens import duration
+from aotcache.config import settings
 from aotcache.db.engine import Database
 from aotcache.errors import ConfigError
 from aotcache.service.index import Index
@@ -53,8 +54,17 @@ def test_reindex_enters_what_the_store_has(run: Run, empty_url: str, tmp_path: P
     assert [row.key for row in Index(database).page().artifacts] == [manifest.key]
     database.close()
     assert run("db", "reindex", "--database", empty_url, "--store", str(tmp_path / "store")).out == (
-        "added 0, removed 0, kept 1\n"
+        f"{store.url}: added 0, removed 0, kept 1\n"
     )
+
+
+def test_reindex_takes_the_store_that_serve_takes(run: Run, tmp_path: Path) -> None:
+    # Another default would take every entry out of the index of a service that runs without configuration.
+    store = open_store(settings().service / "store")
+    store.publish(make_manifest(), write_archive(tmp_path, b"archive"))
+    run("db", "upgrade")
+    assert run("db", "reindex").out == f"{store.url}: added 1, removed 0, kept 0\n"
+    assert run("db", "reindex", "--json").json["kept"] == 1
 
 
 def test_a_service_is_no_store_to_index(run: Run) -> None:
