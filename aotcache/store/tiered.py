@@ -17,6 +17,7 @@ from aotcache.store.circuit import circuit_for
 from aotcache.store.http import HttpStore
 from aotcache.store.local import make_dirs, once
 from aotcache.store.objects import ObjectStore
+from aotcache.trust import trust_problem
 from aotcache.types import CacheKey, Digest, Mode, Variant, sha256
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class TieredStore:
         answer = {}
         for key in wanted:
             there = {str(manifest.variant): manifest for manifest in found[key]}
-            only_here = [m for m in copies[key] if str(m.variant) not in there]
+            only_here = [m for m in copies[key] if _outlasts(m, there.get(str(m.variant)))]
             for manifest in there.values():
                 self._remember(manifest)
             answer[key] = [*there.values(), *only_here]
@@ -217,8 +218,23 @@ class TieredStore:
                 continue
             try:
                 entry = self.local.entry(manifest.key, manifest.variant)
-                if entry is None or entry.usable is None or entry.usable.document() != mark[2]:
+                copy = None if entry is None else entry.usable
+                if copy is None or (copy.document() != mark[2] and not _outlasts(copy, manifest)):
                     self.local.put_ref(manifest, replace=True)
             except AotcacheError as error:
                 logger.warning("no copy of manifest %s/%s could be kept: %s", *mark[:2], error)
             self._kept.add(mark)
+
+
+def _outlasts(copy: Manifest, original: Manifest | None) -> bool:
+    """Whether a copy is still wanted beside what the remote store has under its name: there is nothing, or
+    something else that no trusted key has signed, which must neither hide nor replace what one has."""
+    if original is None:
+        return True
+    if original.document() == copy.document():
+        return False
+    return not _vouched(original) and _vouched(copy)
+
+
+def _vouched(manifest: Manifest) -> bool:
+    return trust_problem(manifest, own=False, config=Settings()) is None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from aotcache.config import Settings
 from aotcache.errors import NotStored, ServiceUnavailable, StoreError
 from aotcache.manifest import Manifest
 from aotcache.store import ObjectStore, Store, open_store
@@ -22,7 +23,7 @@ from aotcache.store.circuit import circuit_for
 from aotcache.store.http import HttpStore
 from aotcache.store.session import Limits, ServiceSession
 from aotcache.store.tiered import TieredStore
-from aotcache.trust import SigningKey, sign
+from aotcache.trust import SigningKey, sign, trusted_keys
 from aotcache.types import sha256
 from tests.manifests import make_manifest, write_archive
 from tests.services.s3 import S3, s3_server
@@ -127,6 +128,28 @@ def test_the_remote_entry_wins_over_a_copy_of_an_older_one(tmp_path: Path, remot
     assert store.lookup(new.key) == [new]
     store.blob_path(new.digest)
     assert store.local.lookup(new.key) == [new]
+
+
+def test_what_nobody_trusted_signed_neither_hides_nor_replaces_a_copy_that_is_trusted(
+    tmp_path: Path, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AOTCACHE_CONFIG_HOME", str(tmp_path / "config"))
+    trusted = trusted_keys(Settings())
+    key = SigningKey.generate()
+    trusted.add(key.public, "team")
+    good, forged = sign(make_manifest(b"good"), key), make_manifest(b"forged")
+    store = tiered(tmp_path, remote)
+    assert store.publish(good, write_archive(tmp_path, b"good"))
+    assert remote.publish(forged, write_archive(tmp_path, b"forged"), replace=True)
+    assert store.lookup(good.key) == [forged, good]
+    store.blob_path(forged.digest)
+    assert store.local.lookup(good.key) == [good]
+    # A newer one that the team signed takes its place.
+    newer = sign(make_manifest(b"newer"), key)
+    assert remote.publish(newer, write_archive(tmp_path, b"newer"), replace=True)
+    assert store.lookup(good.key) == [newer]
+    store.blob_path(newer.digest)
+    assert store.local.lookup(good.key) == [newer]
 
 
 def test_what_lies_here_is_not_sent_again_and_what_was_replaced_is(
