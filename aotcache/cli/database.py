@@ -116,8 +116,5 @@ def reindex(store: ServedOption = None, database: DatabaseOption = None, as_json
         else:
             print_lines([f"{source.url}: added {counts.added}, removed {counts.removed}, kept {counts.kept}"])
             if counts.unusable:
-                print_lines(
-                    [
-                        f"{count(counts.unusable, 'ref')} cannot be used: aotcache verify --store {source.url} says why"
-                    ]
-                )
+                unusable = count(counts.unusable, "ref")
+                print_lines([f"{unusable} cannot be used: aotcache verify --store {source.url} says why"])

@@ -38,9 +38,9 @@ def entries(dialect: str) -> list[str]:
     variant = f"replace({target}, ':', '-') || '+torch' || {torch} || '-cccccccc-cpu'"
     mode = choice(("train", "infer"), "n % 2")
     region = f"'layers.' || (n % 64), {mode}, '{{\"seq\": 256}}', {target}, {torch}, 1.0, n, n"
-    code = digest.format("n / 1000")
+    component = f"{key}, 0, 'code', {digest.format('n / 1000')}, {EMPTY[dialect]}"
     return [
-        f"INSERT INTO key_components {numbers} SELECT {key}, 0, 'code', {code}, {EMPTY[dialect]} FROM s WHERE n % 2 = 0",
+        f"INSERT INTO key_components {numbers} SELECT {component} FROM s WHERE n % 2 = 0",
         f"INSERT INTO blobs {numbers} SELECT {own}, 1000, n FROM s",
         f"INSERT INTO artifacts {numbers} SELECT {key}, {variant}, {own}, 1000, {own}, {region} FROM s",
         f"INSERT INTO usage {numbers} SELECT {key}, {variant}, n % 7, n * 7919 % {ROWS} FROM s",
