@@ -173,7 +173,12 @@ def _publish(
         )
     problem = service.config.trusted.problem(manifest)
     if problem is not None:
-        raise Refused("untrusted", f"key {key} is not published: {problem}", key=key)
+        raise Refused(
+            "untrusted",
+            f"key {key} is not published: {problem}; if that key is to be trusted, run on the service's host, under "
+            "its AOTCACHE_CONFIG_HOME: aotcache trust add <public key>",
+            key=key,
+        )
     variant = str(manifest.variant)
     with (
         service.leases.publishing(key, variant, claim),

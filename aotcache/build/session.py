@@ -27,7 +27,7 @@ from aotcache.manifest import Manifest
 from aotcache.spec import Spec, load_spec
 from aotcache.store import open_store
 from aotcache.store.base import Store
-from aotcache.store.builds import Lease, leasing, shared
+from aotcache.store.builds import Lease, leasing, service_of, shared
 from aotcache.store.local import make_dirs
 from aotcache.trust import SigningKey, sign, signing_key_path
 from aotcache.types import Digest, Target, Variant
@@ -67,10 +67,20 @@ class Session:
         """Take the signing key in hand if the store asks for signatures: to be called before anything is built.
 
         Raises:
-            ConfigError: the store is not this user's own, and there is no signing key.
+            ConfigError: the store is not this user's own, and there is no signing key, or the
+                service that is the store does not trust it.
         """
         if self._key is None and not self.store.own:
-            self._key = SigningKey.load(signing_key_path(self.config))
+            key = SigningKey.load(signing_key_path(self.config))
+            service = service_of(self.store)
+            if service is not None and service.trusts(key.public.fingerprint) is False:
+                raise ConfigError(
+                    f"{service.url} takes nothing from here: it does not trust this host's key "
+                    f"{key.public.fingerprint}. On the service's host, under its AOTCACHE_CONFIG_HOME: "
+                    f"aotcache trust add {key.public.to_text()}",
+                    fingerprint=key.public.fingerprint,
+                )
+            self._key = key
 
     def stop(self) -> None:
         """End every builder at once, and tell the display no more: that they died is no news."""

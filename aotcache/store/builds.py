@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from urllib.parse import quote
 
-from aotcache.errors import AotcacheError, BuildError, named
+from aotcache.errors import AotcacheError, BuildError, StoreError, named
 from aotcache.types import CacheKey, Target, Toolchain
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Build:
         attempts: How often it was begun.
         error: Type and message of the recorded error.
         log: The end of the builder's log.
+        expires: Until when, by the service's clock, a failure is the answer to whoever asks.
     """
 
     id: str | None
@@ -50,6 +52,7 @@ class Build:
     attempts: int
     error: tuple[str, str] | None
     log: str
+    expires: float | None = None
 
     @property
     def ended(self) -> bool:
@@ -61,6 +64,9 @@ class Build:
         if self.state == "cancelled":
             return BuildError(f"build {self.id} of key {self.key} was cancelled", build=self.id, key=self.key)
         kind, message = self.error or ("BuildError", "the service recorded no reason")
+        if self.expires is not None:
+            until = time.strftime("%H:%M:%S", time.localtime(self.expires))
+            message += f" (build {self.id}; the service builds this key again for whoever asks after {until})"
         return named(kind, message, build=self.id, key=self.key, attempts=self.attempts, log=self.log)
 
 
@@ -101,6 +107,14 @@ class BuildService:
         """Names of the registered specs."""
         answer = self.session.json("GET", "/v1/specs")
         return [str(row["name"]) for row in answer["specs"]]
+
+    def trusts(self, fingerprint: str) -> bool | None:
+        """Whether the service takes what that key signs; None where it does not say, as when it is away."""
+        try:
+            answer = self.session.json("GET", "/v1/trust", retry=False)
+            return fingerprint in {row["fingerprint"] for row in answer["keys"]}
+        except (StoreError, KeyError, TypeError):
+            return None
 
     def request(self, spec: str, key: CacheKey, target: Target, toolchain: Toolchain) -> Build:
         """Ask for an artifact; the same build for everyone who asks for the same."""
@@ -254,6 +268,7 @@ def _build(value: dict[str, Any]) -> Build:
         value["attempts"],
         None if error is None else (str(error["type"]), str(error["message"])),
         value.get("log") or "",
+        value.get("expires"),
     )
 
 

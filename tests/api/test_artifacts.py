@@ -135,7 +135,9 @@ def test_only_signatures_of_trusted_keys_are_taken(api: Api) -> None:
     bare = make_manifest()
     stranger = sign(bare, SigningKey.generate())
     for manifest in (bare, stranger):
-        assert error(put(api, manifest)) == (403, "untrusted")
+        answer = put(api, manifest)
+        assert error(answer) == (403, "untrusted")
+        assert "aotcache trust add" in answer.json()["error"]["message"]
     assert api.client.get(f"/v1/artifacts/{bare.key}").status_code == 404
     assert api.service.index.resolve([bare.key])[bare.key] == []
 

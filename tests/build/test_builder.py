@@ -57,6 +57,7 @@ def test_a_key_that_the_spec_does_not_lead_to_fails_at_once_with_what_it_leads_t
     error = failed.failure()
     assert isinstance(error, BuildError)
     assert other in str(error)
+    assert "the service builds this key again for whoever asks after" in str(error)
     assert f"layers.e infer rows=3 {host.native_target()}: {key}" in str(error)
 
 

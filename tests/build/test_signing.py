@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from aotcache.errors import BuildError, ConfigError
 from aotcache.manifest import Manifest
 from aotcache.store import open_store
 from aotcache.store.base import Store
-from aotcache.trust import SigningKey, sign, signing_key_path, trusted_keys
+from aotcache.trust import SigningKey, TrustedKeys, sign, signing_key_path, trusted_keys
 from tests.manifests import copies, make_manifest, write_archive
+from tests.services.serving import serving
 
 SPEC = """
 [drafter]
@@ -84,6 +86,24 @@ def test_what_stays_here_is_not_signed_and_needs_no_key(tmp_path: Path) -> None:
 
 def test_without_a_key_nothing_begins(session: Session) -> None:
     with pytest.raises(ConfigError, match="aotcache keygen"):
+        session.prepare_to_publish()
+
+
+def test_with_a_key_that_the_service_does_not_trust_nothing_begins(tmp_path: Path, key: SigningKey) -> None:
+    with serving(tmp_path / "service") as server:
+        for session in opened(tmp_path, open_store(server.url)):
+            with pytest.raises(ConfigError, match=f"trust add {re.escape(key.public.to_text())}"):
+                session.prepare_to_publish()
+            TrustedKeys(server.config_home / "trusted").add(key.public, "me")
+            session.prepare_to_publish()
+            cell, manifest = built(session)
+            assert trusted_keys(settings()).problem(session._sign(cell, manifest)) is None
+
+
+def test_a_service_that_is_away_does_not_keep_its_builders_from_waiting_for_it(
+    tmp_path: Path, key: SigningKey
+) -> None:
+    for session in opened(tmp_path, open_store("http://127.0.0.1:1")):
         session.prepare_to_publish()
 
 
