@@ -45,6 +45,7 @@ def create_app(config: ServiceConfig) -> FastAPI:
         try:
             async with (
                 _repeated(service.flush, FLUSH_SECONDS),
+                _repeated(service.watching.look, builds.LOOK_SECONDS),
                 _repeated(lambda: _refresh(service), REFRESH_SECONDS),
             ):
                 yield

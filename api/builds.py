@@ -197,16 +197,21 @@ async def _stream(
     service: Service, build: Build, after: int, ending: anyio.Event
 ) -> AsyncIterator[ServerSentEvent]:
     """Until the build or the server ends; a watcher of the latter comes back with the number of its last event."""
-    ended = build.ended
-    while not ending.is_set():
-        found = await run_in_threadpool(service.builds.events, build.id, after)
-        for event in found:
-            after = event.sequence
-            ended = ended or event.data.get("state") in FINAL
-            yield ServerSentEvent(json.dumps({**event.data, "at": event.at}), id=str(after), event=event.kind)
-        if found:
-            continue
-        if ended:
-            return
-        with anyio.move_on_after(LOOK_SECONDS):
-            await ending.wait()
+    with service.watching.of(build.id) as watched:
+        while not ending.is_set():
+            ended = build.ended or watched.ended
+            found = await run_in_threadpool(service.builds.events, build.id, after)
+            for event in found:
+                after = event.sequence
+                yield ServerSentEvent(
+                    json.dumps({**event.data, "at": event.at}), id=str(after), event=event.kind
+                )
+            if found:
+                if found[-1].data.get("state") in FINAL:
+                    return
+                continue
+            if ended:
+                return
+            while watched.sequence <= after and not watched.ended and not ending.is_set():
+                with anyio.move_on_after(LOOK_SECONDS):
+                    await ending.wait()

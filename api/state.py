@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 from aotcache.api.blob_files import CheckedFiles
 from aotcache.api.metrics import Metrics
 from aotcache.api.transfer import Workers
+from aotcache.api.watching import Watching
 from aotcache.db.engine import Database
 from aotcache.errors import ConfigError
 from aotcache.service.builds import Builds
@@ -77,6 +78,7 @@ class Service:
         self.index = Index(self.database)
         self.leases = Leases(self.database, seconds=config.lease_seconds)
         self.builds = Builds(self.database, self.leases, failed_seconds=config.failed_seconds)
+        self.watching = Watching(self.builds)
         self.tokens = Tokens(self.database)
         self.usage = Usage(self.database)
         self.metrics = Metrics()

@@ -283,6 +283,14 @@ class Builds:
             )
             return [Event(row.sequence, row.at, row.kind, row.data) for row in rows]
 
+    def standing(self, builds: list[str]) -> dict[str, tuple[int, bool]]:
+        """The number of each build's last event, and whether it has ended; without builds that are gone."""
+        self._look(builds)
+        b = BuildRow
+        with self._database.session() as session:
+            rows = session.execute(select(b.id, b.sequence, b.state).where(among(session, b.id, builds)))
+            return {build: (sequence, state not in ACTIVE) for build, sequence, state in rows}
+
     def counts(self) -> dict[tuple[str, str], int]:
         """How many builds there are by (state, stage); every state is there, the stage is "" outside running."""
         b = BuildRow

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from aotcache.store.sse import parse_events
 from tests.api.conftest import Api
@@ -175,3 +179,32 @@ def test_a_lease_is_taken_renewed_and_given_back(api: Api) -> None:
     assert api.client.put(path, json={"token": lease["token"]}).json()["error"]["type"] == "lease_lost"
     after = api.client.post("/v1/leases", json=body).json()
     assert after["token"] > lease["token"]
+
+
+def test_many_watchers_are_one_look_at_the_database(api: Api) -> None:
+    build = ask(api).json()["id"]
+    seen: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if "build_events" in statement:
+            seen.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    with ThreadPoolExecutor(20) as pool:
+        stories = [pool.submit(events, api, build) for _ in range(20)]
+        time.sleep(2.5)
+        event.remove(Engine, "before_cursor_execute", note)
+        api.client.delete(f"/v1/builds/{build}")
+    assert {story.result()[-1][2]["state"] for story in stories} == {"cancelled"}
+    # Each read them when it came; every 0.3 s would be 160.
+    assert 20 <= len(seen) <= 60
+    assert api.service.watching._watched == {}
+
+
+def test_a_watcher_of_events_to_come_is_told_of_the_end(api: Api) -> None:
+    build = ask(api).json()["id"]
+    with ThreadPoolExecutor(1) as pool:
+        story = pool.submit(events, api, build, 1000)
+        time.sleep(0.5)
+        api.client.delete(f"/v1/builds/{build}")
+        assert story.result(20) == []
