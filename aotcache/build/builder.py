@@ -225,7 +225,7 @@ class Builder:
         idle_seconds: How long the process of a drafter is kept without a build.
 
     Raises:
-        ConfigError: two specs of one name, no service at `url`, no signing key, or a target that
+        ConfigError: two specs of one name, no service at `url`, no signing key that it trusts, or a target that
             this host cannot build.
     """
 
@@ -248,7 +248,7 @@ class Builder:
                         "spec by [drafter] name, so give each its own"
                     )
                 self._kept[name] = _Kept(spec, store)
-                self._kept[name].session.prepare_to_publish()
+                self._kept[name].session.require_trusted_key()
         except BaseException:
             self._close()
             raise

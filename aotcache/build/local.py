@@ -70,7 +70,8 @@ def warm(
 
     Raises:
         SpecError: the spec is wrong; with `remote`, the service has none of its name.
-        ConfigError: the store is not this user's own, and there is no key to sign with; with `remote`,
+        ConfigError: the store is not this user's own, and there is no key to sign with, or the service
+            that is the store does not trust it and something is to be built; with `remote`,
             it is no service, or `jobs` or `force` is given, which are the service's to decide.
         CaptureError, UnsupportedGraph, Unfingerprintable: the drafter cannot be captured.
         BuilderDied: the builder process died while capturing.
@@ -89,6 +90,8 @@ def warm(
             todo = _unique(before) if force else before.missing
             session.tell(lambda p: p.planned(before, todo))
             if service is None:
+                if todo:
+                    session.require_trusted_key()
                 built = _build(session, todo, first, jobs, force)
         if service is not None:
             built = build_remotely(session, service, todo)

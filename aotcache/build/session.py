@@ -67,20 +67,28 @@ class Session:
         """Take the signing key in hand if the store asks for signatures: to be called before anything is built.
 
         Raises:
-            ConfigError: the store is not this user's own, and there is no signing key, or the
-                service that is the store does not trust it.
+            ConfigError: the store is not this user's own, and there is no signing key.
         """
         if self._key is None and not self.store.own:
-            key = SigningKey.load(signing_key_path(self.config))
-            service = service_of(self.store)
-            if service is not None and service.trusts(key.public.fingerprint) is False:
-                raise ConfigError(
-                    f"{service.url} takes nothing from here: it does not trust this host's key "
-                    f"{key.public.fingerprint}. On the service's host, under its AOTCACHE_CONFIG_HOME: "
-                    f"aotcache trust add {key.public.to_text()}",
-                    fingerprint=key.public.fingerprint,
-                )
-            self._key = key
+            self._key = SigningKey.load(signing_key_path(self.config))
+
+    def require_trusted_key(self) -> None:
+        """Find out before a build what the service would say after it.
+
+        Raises:
+            ConfigError: there is no signing key, or the service that is the store does not trust it.
+        """
+        self.prepare_to_publish()
+        service = service_of(self.store)
+        if self._key is None or service is None:
+            return
+        public = self._key.public
+        if service.trusts(public.fingerprint) is False:
+            raise ConfigError(
+                f"{service.url} takes nothing from here: it does not trust this host's key {public.fingerprint}. "
+                f"On the service's host, under its AOTCACHE_CONFIG_HOME: aotcache trust add {public.to_text()}",
+                fingerprint=public.fingerprint,
+            )
 
     def stop(self) -> None:
         """End every builder at once, and tell the display no more: that they died is no news."""

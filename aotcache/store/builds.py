@@ -111,7 +111,7 @@ class BuildService:
     def trusts(self, fingerprint: str) -> bool | None:
         """Whether the service takes what that key signs; None where it does not say, as when it is away."""
         try:
-            answer = self.session.json("GET", "/v1/trust", retry=False)
+            answer = self.session.json("GET", "/v1/trust")
             return fingerprint in {row["fingerprint"] for row in answer["keys"]}
         except (StoreError, KeyError, TypeError):
             return None

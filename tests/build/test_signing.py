@@ -93,9 +93,9 @@ def test_with_a_key_that_the_service_does_not_trust_nothing_begins(tmp_path: Pat
     with serving(tmp_path / "service") as server:
         for session in opened(tmp_path, open_store(server.url)):
             with pytest.raises(ConfigError, match=f"trust add {re.escape(key.public.to_text())}"):
-                session.prepare_to_publish()
+                session.require_trusted_key()
             TrustedKeys(server.config_home / "trusted").add(key.public, "me")
-            session.prepare_to_publish()
+            session.require_trusted_key()
             cell, manifest = built(session)
             assert trusted_keys(settings()).problem(session._sign(cell, manifest)) is None
 
@@ -104,7 +104,7 @@ def test_a_service_that_is_away_does_not_keep_its_builders_from_waiting_for_it(
     tmp_path: Path, key: SigningKey
 ) -> None:
     for session in opened(tmp_path, open_store("http://127.0.0.1:1")):
-        session.prepare_to_publish()
+        session.require_trusted_key()
 
 
 @pytest.mark.parametrize("what", ["key", "target", "toolchain", "signature"])
