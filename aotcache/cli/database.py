@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import unquote, urlsplit
 
 import typer
 
@@ -109,6 +111,14 @@ def reindex(store: ServedOption = None, database: DatabaseOption = None, as_json
             raise ConfigError(
                 f"store {source.url}: expected the directory or bucket that the service keeps its entries in, "
                 "not the service itself"
+            )
+        if (
+            source.url.startswith("file://")
+            and not (folder := Path(unquote(urlsplit(source.url).path))).is_dir()
+        ):
+            # Taken for an empty store it would empty the index.
+            raise ConfigError(
+                f"{folder} is no directory, and the index is left as it is; say with --store what the service serves"
             )
         counts = Index(found).reindex(source)
         if as_json:

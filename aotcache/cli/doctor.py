@@ -21,6 +21,7 @@ from aotcache.cli.output import JsonFlag, StoreOption, emit_json, human_bytes, p
 from aotcache.config import settings
 from aotcache.errors import AotcacheError, RejectedArtifact
 from aotcache.store import Entry, Store, open_store
+from aotcache.store.circuit import circuit_for
 from aotcache.trust import SigningKey, signing_key_path, trusted_keys
 
 if TYPE_CHECKING:
@@ -205,6 +206,9 @@ def _store(store: Store, entries: list[Entry]) -> Finding:
             store.blob_path(first.digest)
     except RejectedArtifact as error:
         return Finding("store", "fail", str(error))
+    unreached = circuit_for(store.url).unreached
+    if unreached is not None:
+        return Finding("store", "fail", f"{unreached}; of its entries this host has {usage.refs}")
     return Finding("store", "ok", f"{store.url}: {usage.refs} entries, {human_bytes(usage.bytes)}")
 
 

@@ -27,6 +27,7 @@ from aotcache.config import settings
 from aotcache.errors import NotStored
 from aotcache.manifest import InputSlot, Manifest
 from aotcache.store import Entry, Store, open_store
+from aotcache.store.circuit import circuit_for
 from aotcache.trust import Standing, standing, trust_problem
 
 SHORT = 12
@@ -112,14 +113,15 @@ def ls(
             }
         )
         return
+    away = circuit_for(opened.url).unreached is not None
+    where = f"this host's copies of {opened.url}" if away else opened.url
     if not usage.refs:
-        print_lines(
-            [f"nothing is stored in {opened.url}; `aotcache warm` and `aotcache fetch --to` fill a store"]
-        )
+        fill = "" if away else "; `aotcache warm` and `aotcache fetch --to` fill a store"
+        print_lines([f"nothing is stored in {where}{fill}"])
         return
     columns = ("key", "region", "mode", "bucket", "target", "torch", "runner", "size", "digest", "written")
     print_table(columns, (_row(e) for e in found))
-    print_lines([f"{usage.refs} entries, {usage.blobs} archives, {human_bytes(usage.bytes)} in {opened.url}"])
+    print_lines([f"{usage.refs} entries, {usage.blobs} archives, {human_bytes(usage.bytes)} in {where}"])
 
 
 def _matches(entry: Entry, pattern: str) -> bool:
@@ -330,7 +332,7 @@ def _missing(store: Store, spec: Path | None, key: str | None) -> dict[str, Any]
             key=key,
         )
     return {
-        "ok": all(row.state == "covered" for row in rows),
+        "ok": all(row.state == "covered" and row.untrusted is None for row in rows),
         "cells": [row.to_json() | _nearest(row, store) for row in rows],
     }
 
@@ -366,7 +368,10 @@ def _explain(found: dict[str, Any]) -> Iterator[str]:
         region, bucket = human_region(cell["region"]), human_bucket(cell["bucket"])
         name = f"{region} {cell['mode']} {bucket} {cell['target']}"
         if cell["state"] == "covered":
-            yield f"{name}: covered by {cell['digest'][:SHORT]}"
+            refused = cell["untrusted"]
+            yield f"{name}: covered by {cell['digest'][:SHORT]}{', which this host does not open' if refused else ''}"
+            if refused:
+                yield f"  {refused}"
             continue
         yield f"{name}: missing, key {cell['key']}"
         if "other_variants" in cell:

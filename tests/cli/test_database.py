@@ -67,6 +67,16 @@ def test_reindex_takes_the_store_that_serve_takes(run: Run, tmp_path: Path) -> N
     assert run("db", "reindex", "--json").json["kept"] == 1
 
 
+def test_reindex_from_a_directory_that_is_not_there_leaves_the_index(run: Run, tmp_path: Path) -> None:
+    store = open_store(settings().service / "store")
+    store.publish(make_manifest(), write_archive(tmp_path, b"archive"))
+    run("db", "upgrade")
+    run("db", "reindex")
+    failed = run("db", "reindex", "--store", str(tmp_path / "mistyped"))
+    assert (failed.code, "is no directory" in failed.err) == (2, True)
+    assert run("db", "reindex", "--json").json["kept"] == 1
+
+
 def test_a_service_is_no_store_to_index(run: Run) -> None:
     failed = run("db", "reindex", "--store", "http://127.0.0.1:1")
     assert failed.code == 2

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from aotcache.cli.entries import _explain
 from aotcache.config import Settings, settings
 from aotcache.envelope import Envelope
 from aotcache.manifest import Manifest
@@ -435,3 +436,29 @@ def test_verify_names_a_document_that_was_tampered_with(
     done = run("verify", "--store", other.url)
     assert done.code == 1
     assert f"names the trusted key {key.public.fingerprint}, which did not sign this" in done.out
+
+
+def test_a_service_that_is_away_is_neither_empty_nor_in_order(run: Any) -> None:
+    url = "http://127.0.0.1:1"
+    listed = run("ls", "--store", url)
+    assert (listed.code, listed.out) == (0, f"nothing is stored in this host's copies of {url}\n")
+    done = run("doctor", "--store", url, "--json")
+    (found,) = [f for f in done.json["findings"] if f["what"] == "store"]
+    assert (done.code, found["state"]) == (1, "fail")
+    assert "was not reached" in found["detail"]
+
+
+def test_why_says_of_what_covers_a_cell_that_this_host_does_not_open_it() -> None:
+    cell = {
+        "region": "a",
+        "mode": "train",
+        "bucket": {},
+        "target": "t",
+        "state": "covered",
+        "digest": "d" * 64,
+    }
+    (line,) = _explain({"cells": [cell | {"untrusted": None}]})
+    assert line.endswith("covered by dddddddddddd")
+    first, second = _explain({"cells": [cell | {"untrusted": "no trusted key signed it"}]})
+    assert first.endswith("which this host does not open")
+    assert second == "  no trusted key signed it"
