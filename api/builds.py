@@ -67,10 +67,10 @@ def _no_build(build: str) -> Refused:
 
 
 @router.get("/v1/specs", summary="The specs that builds may name", responses=ERRORS)
-async def specs(service: ServiceOf, _: Annotated[Caller, Depends(Requires("read"))]) -> SpecsAnswer:
+def specs(service: ServiceOf, _: Annotated[Caller, Depends(Requires("read"))]) -> SpecsAnswer:
     """Registered by the operator: aotcache serve --spec, or a builder that has them."""
     return SpecsAnswer(
-        specs=[SpecRow(name=name, registered=at) for name, at in sorted(service.specs.items())]
+        specs=[SpecRow(name=name, registered=at) for name, at in service.specs.known().items()]
     )
 
 
@@ -82,7 +82,7 @@ async def specs(service: ServiceOf, _: Annotated[Caller, Depends(Requires("read"
 )
 def request(body: BuildRequest, response: Response, service: ServiceOf, _: Builds) -> BuildAnswer:
     """Everybody who asks for one key and variant gets the same build; a recent failure is an answer too."""
-    known = service.specs
+    known = service.specs.known()
     if body.spec not in known:
         raise Refused(
             "not_found",
@@ -115,7 +115,7 @@ def listing(
 )
 def claim(body: ClaimRequest, service: ServiceOf, _: Publishes) -> ClaimAnswer | Response:
     """The oldest of these specs and variants. Registers the specs. Heartbeats keep the lease that comes with it."""
-    service.register(body.specs)
+    service.specs.register(body.specs)
     claimed = service.builds.claim(body.specs, body.variants, body.holder)
     if claimed is None:
         return Response(status_code=204)

@@ -8,6 +8,7 @@ import time
 import uuid
 from typing import Any
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +23,9 @@ JSON_BYTES = 1 << 20
 
 DOCUMENT_BYTES = 8 << 20
 """The largest manifest taken."""
+
+BODY_SECONDS = 60.0
+"""How long the body of a request may take, archives aside: those may go on while bytes come."""
 
 CUT_OFF = 499
 """What the log says where the client was gone before the answer."""
@@ -55,6 +59,8 @@ class _Exchange:
         self.id = given.decode() if _REQUEST_ID.match(given) else uuid.uuid4().hex
         self.status = 0
         self.received = 0
+        self.whole = False
+        self.begun = time.perf_counter()
         self.sent = 0
         scope.setdefault("state", {})["request_id"] = self.id
         path = scope["path"]
@@ -87,18 +93,30 @@ class _Exchange:
             self._count(time.perf_counter() - started)
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        message = await self._next()
         if message["type"] == "http.request":
+            self.whole = not message.get("more_body", False)
             self.received += len(message.get("body", b""))
             if self.limit is not None and self.received > self.limit:
                 raise HTTPException(413, f"the body has more than the {self.limit} bytes that are taken here")
         return message
 
+    async def _next(self) -> Message:
+        if self.limit is None or self.whole:
+            return await self._receive()
+        try:
+            with anyio.fail_after(max(0.0, BODY_SECONDS - (time.perf_counter() - self.begun))):
+                return await self._receive()
+        except TimeoutError:
+            raise HTTPException(
+                408, f"the body was not here within {BODY_SECONDS:g} s; send it again"
+            ) from None
+
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.id.encode())]
-            if self.status == 413:
+            if self.status in (408, 413):
                 # What is left of the body is not read.
                 message["headers"].append((b"connection", b"close"))
         elif message["type"] == "http.response.body":

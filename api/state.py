@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,15 +17,13 @@ from aotcache.errors import ConfigError
 from aotcache.service.builds import Builds
 from aotcache.service.index import Index
 from aotcache.service.leases import Leases
+from aotcache.service.specs import Specs
 from aotcache.service.tokens import Tokens
 from aotcache.service.usage import Usage
 from aotcache.store import ObjectStore, open_store
 from aotcache.trust import TrustedKeys
 
 GIB = 1 << 30
-
-MOST_SPECS = 10_000
-"""Names beyond these are not taken from builders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +78,8 @@ class Service:
         self.tokens = Tokens(self.database)
         self.usage = Usage(self.database)
         self.metrics = Metrics()
-        self._specs: dict[str, float] = {}
-        self.register(config.specs)
-
-    @property
-    def specs(self) -> dict[str, float]:
-        """The specs that builds may name, and since when, in seconds since the epoch."""
-        return dict(self._specs)
-
-    def register(self, names: Iterable[str]) -> None:
-        """Let builds name these specs. Builders that take builds of them say so with every claim."""
-        for name in names:
-            if len(self._specs) < MOST_SPECS:
-                self._specs.setdefault(name, time.time())
+        self.specs = Specs(self.database)
+        self.specs.register(config.specs)
 
     def flush(self) -> None:
         """Write what was counted and noted since the last time. Raises DatabaseError."""

@@ -218,6 +218,16 @@ class TokenRow(Base):
     last_used: Mapped[float | None] = mapped_column(Double)
 
 
+class SpecRow(Base):
+    """A spec that builds may name. `seen` is when a server or a builder last had it."""
+
+    __tablename__ = "specs"
+
+    name: Mapped[str] = mapped_column(_name(256), primary_key=True)
+    registered: Mapped[float] = mapped_column(Double)
+    seen: Mapped[float] = mapped_column(Double)
+
+
 class CounterRow(Base):
     """A number that only grows, whatever is deleted elsewhere; see `COUNTERS`."""
 

@@ -132,6 +132,9 @@ class Builds:
             The build that is queued or running; one that is done if the entry is there; the
             last failure until it expires; else a new build.
         """
+        standing = self._standing(key, variant)
+        if standing is not None:
+            return standing
         with self._database.exclusive(key, variant) as session:
             row = queue.latest(session, key, variant)
             if row is not None:
@@ -144,6 +147,21 @@ class Builds:
             self._forget_old(session)
             state = "done" if stored else "queued"
             return _build(queue.new_build(session, clean(spec, 256), key, variant, state))
+
+    def _standing(self, key: CacheKey, variant: str) -> Build | None:
+        """What answers a request as it is: read without waiting for anybody, as the many do who ask at once."""
+        with self._database.session() as session:
+            row = queue.latest(session, key, variant)
+            if row is None:
+                return None
+            if row.state == "running":
+                return _build(row) if queue.lease_token(session, row) is not None else None
+            stored = queue.is_stored(session, key, variant)
+            if row.state == "queued":
+                return None if stored else _build(row)
+            return (
+                _build(row) if (row.state == "done" if stored else self._fails_still(session, row)) else None
+            )
 
     def get(self, build: str) -> Build | None:
         """One build by its id, or None."""

@@ -130,18 +130,28 @@ class HttpStore:
         # Sent in any case to replace: what is there may have gone bad.
         if replace or self._size(path) != manifest.size:
             self.session.upload(path, archive, manifest.digest)
-        answer = self.session.json(
+        try:
+            answer = self._enter(manifest, replace, lease)
+        except ServiceError as error:
+            if error.details.get("type") != "conflict" or self._size(path) is not None:
+                raise
+            # Somebody deleted the last other entry with this archive in between, and it went along.
+            self.session.upload(path, archive, manifest.digest)
+            answer = self._enter(manifest, replace, lease)
+        if _of(answer, "stored", bool, self.url):
+            return True
+        # An earlier try whose answer was lost has stored it, or the archive made its old ref whole.
+        there = self._there(manifest)
+        return there is not None and there.document() == manifest.document()
+
+    def _enter(self, manifest: Manifest, replace: bool, lease: tuple[str, int] | None) -> Any:
+        return self.session.json(
             "PUT",
             f"/v1/artifacts/{manifest.key}",
             body=manifest.document(),
             params={"replace": "true"} if replace else None,
             headers=None if lease is None else {"Aotcache-Lease": f"{lease[0]}:{lease[1]}"},
         )
-        if _of(answer, "stored", bool, self.url):
-            return True
-        # An earlier try whose answer was lost has stored it, or the archive made its old ref whole.
-        there = self._there(manifest)
-        return there is not None and there.document() == manifest.document()
 
     def fetch(self, digest: Digest, dest: Path) -> None:
         """See `Store`. What was broken off is gone on with, see `store/download.py`."""

@@ -163,6 +163,13 @@ def _access_tables() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_tokens"),
         sa.UniqueConstraint("hash", name="uq_tokens_hash"),
     )
+    op.create_table(
+        "specs",
+        sa.Column("name", _name(256), nullable=False),
+        sa.Column("registered", sa.Double(), nullable=False),
+        sa.Column("seen", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name="pk_specs"),
+    )
     counters = op.create_table(
         "counters",
         sa.Column("name", _name(32), nullable=False),
@@ -179,6 +186,7 @@ def downgrade() -> None:
     """Drop them all."""
     for table in (
         "counters",
+        "specs",
         "tokens",
         "leases",
         "build_events",

@@ -159,6 +159,8 @@ def test_a_restart_loses_nothing(tmp_path: Path) -> None:
         server.kill()
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=SECONDS) as client:
         assert client.get(f"/v1/builds/{build['id']}").json() == build
+        # The spec came from a builder that has not been heard of since.
+        assert client.post("/v1/builds", json={**BUILD, "key": "cd" * 32}).status_code == 202
         assert client.get(f"/v1/blobs/{manifest.digest}").content == b"archive"
         found = client.post("/v1/resolve", json={"keys": [manifest.key]}).json()["found"]
         assert list(found) == [manifest.key]
