@@ -35,7 +35,7 @@ from aotcache.runtime import tripwire
 from aotcache.runtime.dense import eager_without_tracing
 from aotcache.runtime.dispatch import Records, make_record
 from aotcache.runtime.flex import add_handle, remove_handle
-from aotcache.runtime.resolve import Resolved, Resolver, explain, warm_line
+from aotcache.runtime.resolve import Resolved, Resolver, explain, lasting, warm_line
 from aotcache.runtime.stats import Stats
 from aotcache.spec import CompileOptions, Spec, load_spec
 from aotcache.store import open_store
@@ -267,8 +267,9 @@ class Handle:
     def first_time(self, region: str, reason: str) -> bool:
         """Whether a region was not yet reported for this reason."""
         with self._lock:
-            new = (region, reason) not in self._told
-            self._told.add((region, reason))
+            told = (region, lasting(reason))
+            new = told not in self._told
+            self._told.add(told)
             return new
 
     def way_out(self) -> str:

@@ -44,6 +44,14 @@ RECORD_LINE = "aotcache record -- <this program>, then aotcache warm on what tha
 _NEAREST = 3
 """How many differing items of the nearest stored entry an error lists."""
 
+_CHANGES = re.compile(r"\brequest [\w.-]+|\bfor \d+\.\d s\b")
+"""What differs each time that a store's one trouble is told: a request's id, seconds left to wait."""
+
+
+def lasting(reason: str) -> str:
+    """What a reason has in common with itself at the next call, so that it is said once."""
+    return _CHANGES.sub("", reason)
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
