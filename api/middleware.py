@@ -146,7 +146,9 @@ class _Exchange:
             "seconds": round(seconds, 6),
             "token": self.scope["state"].get("caller"),
         }
-        ACCESS.info("request", extra={"fields": fields})
+        # A builder without work asks twice a second, all day long.
+        idle = route == "/v1/builds/claim" and status == 204
+        ACCESS.log(logging.DEBUG if idle else logging.INFO, "request", extra={"fields": fields})
         service = getattr(self.scope["app"].state, "service", None) if "app" in self.scope else None
         if service is not None:
             service.metrics.request(method, route, status, seconds, self.received, self.sent)

@@ -78,19 +78,20 @@ class Service:
         self.tokens = Tokens(self.database)
         self.usage = Usage(self.database)
         self.metrics = Metrics()
-        self.specs = Specs(self.database)
-        self.specs.register(config.specs)
+        self.specs = Specs(self.database, config.specs)
 
     def flush(self) -> None:
         """Write what was counted and noted since the last time. Raises DatabaseError."""
         self.usage.flush()
         self.tokens.flush()
+        self.specs.flush()
 
     def close(self) -> None:
         """Write what is counted, and let go of threads and connections."""
         self.workers.close()
         try:
-            self.flush()
+            self.usage.flush()
+            self.tokens.flush()
         finally:
             self.database.close()
 

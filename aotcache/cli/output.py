@@ -22,7 +22,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document 
 StoreOption = Annotated[
     str | None,
     typer.Option(
-        "--store", metavar="URL", help="A store: a path, file:///..., s3://...  [default: AOTCACHE_STORE]"
+        "--store", metavar="URL", help="A store: a path, s3://..., http://...  [default: AOTCACHE_STORE]"
     ),
 ]
 

@@ -23,10 +23,15 @@ class Specs:
     """Names of specs, kept in the database: a restart, or another server beside this one, knows them too.
 
     Threads may share it.
+
+    Args:
+        database: Where they are kept.
+        own: Names that are known from the start, and written by `flush`.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, own: Iterable[str] = ()) -> None:
         self._database = database
+        self._own = dict.fromkeys(own, time.time())
         self._noted: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -47,6 +52,10 @@ class Specs:
         with self._lock:
             self._noted.update(dict.fromkeys(taken, time.monotonic()))
 
+    def flush(self) -> None:
+        """Write down that the own names are there, now and then. Raises DatabaseError."""
+        self.register(self._own)
+
     def known(self) -> dict[str, float]:
         """Every name, and since when, in seconds since the epoch."""
         with self._database.session() as session:
@@ -55,4 +64,4 @@ class Specs:
                 .where(SpecRow.seen > now() - KEPT_SECONDS)
                 .order_by(SpecRow.name)
             )
-            return {row.name: row.registered for row in rows}
+            return self._own | {row.name: row.registered for row in rows}

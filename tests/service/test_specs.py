@@ -16,6 +16,14 @@ def test_what_was_registered_is_known_to_every_server_and_after_a_restart(databa
     assert list(Specs(database).known()) == ["a", "b", "c"]
 
 
+def test_own_names_are_known_at_once_and_to_others_when_they_are_written(database: Database) -> None:
+    known = Specs(database, ["own"])
+    assert list(known.known()) == ["own"]
+    assert Specs(database).known() == {}
+    known.flush()
+    assert list(Specs(database).known()) == ["own"]
+
+
 def test_a_name_said_again_keeps_its_first_time(database: Database) -> None:
     Specs(database).register(["a"])
     with database.session(write=True) as session:
