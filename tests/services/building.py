@@ -17,6 +17,9 @@ from aotcache.store.session import ServiceSession
 from aotcache.trust import SigningKey, TrustedKeys
 from tests.services.serving import ROOT, Serving, serving
 
+LIMIT = 240.0
+"""Seconds."""
+
 MODULE = "tests.build.specs.serviced"
 LEASE_SECONDS = 3
 
@@ -110,8 +113,10 @@ def client_of(made: Building, home: Path) -> Iterator[None]:
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait for it; the test's own limit ends what never comes."""
+    """Wait for it, for so long as a build may take on a busy machine."""
+    ends = time.monotonic() + LIMIT
     while not true():
+        assert time.monotonic() < ends, f"it did not come in {LIMIT:g} s"
         time.sleep(0.05)
 
 
