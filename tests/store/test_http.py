@@ -214,9 +214,14 @@ def test_a_publish_under_a_lease_needs_it(
 
 
 def test_what_others_log_of_their_requests_is_not_touched(
-    store_at: StoreAt, caplog: pytest.LogCaptureFixture
+    store_at: StoreAt, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.DEBUG)
+    for name in ("httpx", "httpcore"):
+        # Libraries that other tests import turn these down.
+        caplog.set_level(logging.DEBUG, logger=name)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     with faulty(answering({"artifacts": [], "next": None})) as server:
         store_at(server.url).usage()
         theirs = [r.getMessage() for r in caplog.records if r.name.partition(".")[0] in ("httpx", "httpcore")]
