@@ -80,8 +80,16 @@ def specs(service: ServiceOf, _: Annotated[Caller, Depends(Requires("read"))]) -
     status_code=202,
     responses={**ERRORS, 200: {"model": BuildAnswer, "description": "It is there already."}},
 )
-def request(body: BuildRequest, response: Response, service: ServiceOf, _: Builds) -> BuildAnswer:
+async def request(body: BuildRequest, response: Response, service: ServiceOf, _: Builds) -> BuildAnswer:
     """Everybody who asks for one key and variant gets the same build; a recent failure is an answer too."""
+    # All trainers of a run ask at the same moment: the threads that look-ups need are not for them.
+    build = await anyio.to_thread.run_sync(lambda: _request(service, body), limiter=service.asking)
+    if build.state == "done":
+        response.status_code = 200
+    return _answer(build)
+
+
+def _request(service: Service, body: BuildRequest) -> Build:
     known = service.specs.known()
     if body.spec not in known:
         raise Refused(
@@ -92,10 +100,7 @@ def request(body: BuildRequest, response: Response, service: ServiceOf, _: Build
         )
     toolchain = Toolchain(body.toolchain.torch, body.toolchain.git, body.toolchain.cuda)
     variant = Variant(Target.parse(body.target), toolchain)
-    build = service.builds.request(body.spec, CacheKey(body.key), str(variant))
-    if build.state == "done":
-        response.status_code = 200
-    return _answer(build)
+    return service.builds.request(body.spec, CacheKey(body.key), str(variant))
 
 
 @router.get("/v1/builds", summary="List builds", responses=ERRORS)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import anyio
 from fastapi import Depends, Request
 
 from aotcache.api.blob_files import CheckedFiles
@@ -56,6 +57,10 @@ class ServiceConfig:
     failed_seconds: float = 600.0
 
 
+ASKING = 4
+"""Requests for builds that are looked into at once; more of them wait for these."""
+
+
 class Service:
     """Everything that handlers use. Threads may share it; `close` ends it."""
 
@@ -70,6 +75,7 @@ class Service:
         self.uploads = store.drafts or config.uploads
         self.checked = CheckedFiles(store)
         self.workers = Workers()
+        self.asking = anyio.CapacityLimiter(ASKING)
         self.database = Database(config.database)
         self.index = Index(self.database)
         self.leases = Leases(self.database, seconds=config.lease_seconds)
