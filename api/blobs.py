@@ -117,7 +117,7 @@ def _opener(
 ) -> Callable[[], Iterator[bytes]]:
     def opened() -> Iterator[bytes]:
         if path is not None:
-            return FilePieces(path, start, stop)
+            return FilePieces(path, start, stop, service.workers)
         pieces = service.store.blob_chunks(digest, start, stop) if stop > start else iter(())
         if pieces is None:
             raise no_blob(digest)

@@ -32,6 +32,9 @@ T = TypeVar("T")
 PIECE = 1 << 19
 """Bytes read, hashed, written or sent at a time."""
 
+LARGEST = 1 << 21
+"""Bytes of one piece while a file or two are sent: the fewer pieces, the less each byte costs."""
+
 STALL_SECONDS = 60.0
 """How long the other side may neither send nor take anything."""
 
@@ -46,7 +49,13 @@ class Workers:
 
     def __init__(self, threads: int = 8) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blobs")
+        self.sending = 0
         self.compressing = threading.BoundedSemaphore(COMPRESSING)
+
+    @property
+    def piece(self) -> int:
+        """How many bytes of a file to read at a time, for now."""
+        return LARGEST if self.sending <= 2 else PIECE
 
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`, done in a thread."""
@@ -85,6 +94,7 @@ class Pieces(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         gone = asyncio.ensure_future(_until_disconnect(receive))
         making: Future[bytes | None] | None = None
+        self._workers.sending += 1
         try:
             while not gone.done():
                 making = self._workers.submit(self._next)
@@ -99,6 +109,7 @@ class Pieces(Response):
                 if piece is None:
                     return
         finally:
+            self._workers.sending -= 1
             gone.cancel()
             if making is None:
                 _close(self._pieces)
@@ -128,8 +139,8 @@ class FilePieces(Iterator[bytes]):
         NotStored: if it has been deleted.
     """
 
-    def __init__(self, path: Path, start: int, stop: int) -> None:
-        self._at, self._stop = start, stop
+    def __init__(self, path: Path, start: int, stop: int, workers: Workers) -> None:
+        self._at, self._stop, self._workers = start, stop, workers
         try:
             self._file = path.open("rb", buffering=0)
         except FileNotFoundError:
@@ -137,7 +148,7 @@ class FilePieces(Iterator[bytes]):
         self._file.seek(start)
 
     def __next__(self) -> bytes:
-        piece = self._file.read(min(PIECE, self._stop - self._at))
+        piece = self._file.read(min(self._workers.piece, self._stop - self._at))
         if not piece:
             raise StopIteration
         self._at += len(piece)
