@@ -132,36 +132,21 @@ class Builds:
             The build that is queued or running; one that is done if the entry is there; the
             last failure until it expires; else a new build.
         """
-        standing = self._standing(key, variant)
-        if standing is not None:
-            return standing
+        with self._database.session() as session:
+            # Most who ask at once find it as it is: they wait for nobody.
+            row = queue.latest(session, key, variant)
+            lapsed = row is not None and row.state == "running" and queue.lease_token(session, row) is None
+            if row is not None and not lapsed and self._stands(session, row):
+                return _build(row)
         with self._database.exclusive(key, variant) as session:
             row = queue.latest(session, key, variant)
             if row is not None:
                 self._settle(session, row)
-                if row.state in ACTIVE:
+                if self._stands(session, row):
                     return _build(row)
-            stored = queue.is_stored(session, key, variant)
-            if row is not None and (row.state == "done" if stored else self._fails_still(session, row)):
-                return _build(row)
             self._forget_old(session)
-            state = "done" if stored else "queued"
+            state = "done" if queue.is_stored(session, key, variant) else "queued"
             return _build(queue.new_build(session, clean(spec, 256), key, variant, state))
-
-    def _standing(self, key: CacheKey, variant: str) -> Build | None:
-        """What answers a request as it is: read without waiting for anybody, as the many do who ask at once."""
-        with self._database.session() as session:
-            row = queue.latest(session, key, variant)
-            if row is None:
-                return None
-            if row.state == "running":
-                return _build(row) if queue.lease_token(session, row) is not None else None
-            stored = queue.is_stored(session, key, variant)
-            if row.state == "queued":
-                return None if stored else _build(row)
-            return (
-                _build(row) if (row.state == "done" if stored else self._fails_still(session, row)) else None
-            )
 
     def get(self, build: str) -> Build | None:
         """One build by its id, or None."""
@@ -390,6 +375,13 @@ class Builds:
 
     def _settle(self, session: Session, row: BuildRow) -> None:
         queue.settle(session, row, seconds=self._failed_seconds)
+
+    def _stands(self, session: Session, row: BuildRow) -> bool:
+        """Whether the newest build of an entry is the answer to who asks for it."""
+        if row.state in ACTIVE:
+            return True
+        stored = queue.is_stored(session, CacheKey(row.key), row.variant)
+        return row.state == "done" if stored else self._fails_still(session, row)
 
     def _fails_still(self, session: Session, row: BuildRow) -> bool:
         if row.state != "failed":
