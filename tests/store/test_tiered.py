@@ -26,6 +26,7 @@ from aotcache.store.tiered import TieredStore
 from aotcache.trust import SigningKey, sign, trusted_keys
 from aotcache.types import sha256
 from tests.manifests import make_manifest, write_archive
+from tests.services.building import until
 from tests.services.s3 import S3, s3_server
 from tests.services.serving import Serving
 from tests.store.faulty import Answer, Asked, faulty
@@ -177,6 +178,7 @@ def test_what_lies_here_is_not_sent_again_and_what_was_replaced_is(
     assert remote.publish(newer, write_archive(tmp_path, b"newer"), replace=True)
     before = manifests_sent()
     assert tiered(tmp_path, remote).resolve(keys)[newer.key] == [newer]
+    until(lambda: manifests_sent() > before)
     assert manifests_sent() == before + 1
     remote.session.close()
 
@@ -406,8 +408,15 @@ def test_32_processes_download_each_of_40_archives_once_from_a_service(
 ) -> None:
     store = open_store(service.url, tier=False)
     assert isinstance(store, HttpStore)
+
+    def published() -> int:
+        return sum((r["method"], r["route"]) == ("PUT", "/v1/artifacts/{key}") for r in service.requests())
+
+    earlier = published()
     manifests = forty(store)
     store.session.close()
+    # A line is written after its answer was sent: the last publish is logged a moment later.
+    until(lambda: published() == earlier + 40)
     before = len(service.requests())
     run_workers(service.url, manifests, tmp_path, {})
     # Each worker has had all 40, so 40 downloads are one of each.
