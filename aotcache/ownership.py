@@ -1,4 +1,4 @@
-"""Who on this host could have written a file."""
+"""Who on this host could have written a file, and where a path really leads."""
 
 from __future__ import annotations
 
@@ -21,3 +21,33 @@ def private_problem(path: Path) -> str | None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, expected one that others cannot write to"
     return None
+
+
+def first_link(path: Path, root: Path) -> Path | None:
+    """The first symbolic link on the way from `root` (itself not looked at) to `path`, or None.
+
+    What is not there is no link. `path` must lie below `root` by its name.
+    """
+    current = os.fspath(root)
+    for part in path.relative_to(root).parts:
+        current = os.path.join(current, part)
+        if os.path.islink(current):
+            return Path(current)
+    return None
+
+
+def way_out(path: Path, root: Path) -> str | None:
+    """Where a path below `root` really leads, if a symbolic link on the way leads out; None if it stays within.
+
+    A link that leads nowhere, or in circles, stays within nothing and is said, too.
+    """
+    link = first_link(path, root)
+    if link is None:
+        return None
+    try:
+        real = path.resolve(strict=True)
+        if real.is_relative_to(root.resolve(strict=True)):
+            return None
+    except (OSError, RuntimeError):
+        return f"{link} is a symbolic link that leads nowhere"
+    return f"{link} is a symbolic link out of {root}, to {real}"

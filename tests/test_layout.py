@@ -16,12 +16,15 @@ PACKAGE = ROOT / "aotcache"
 LAYERS = (
     {"errors", "types", "envelope", "ownership"},
     {
+        "archive",
         "spec",
         "buckets",
         "key",
         "manifest",
         "compat",
         "trust",
+        "recall",
+        "recall_list",
         "config",
         "host",
         "lockfile",

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import lzma
 import tempfile
-import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from aotcache.archive import contents, flaws, readable
 from aotcache.cli.contact import meet
 from aotcache.cli.entries import SHORT, find
 from aotcache.cli.output import (
@@ -28,7 +26,7 @@ from aotcache.cli.output import (
     print_lines,
 )
 from aotcache.config import Settings, settings
-from aotcache.errors import ConfigError, NotStored, RejectedArtifact, StoreError
+from aotcache.errors import ConfigError, CorruptArtifact, NotStored, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.store import Entry, Store, open_store
 from aotcache.trust import SigningKey, Standing, sign, signing_key_path, standing, trust_problem
@@ -40,17 +38,6 @@ KeysArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY", help="Keys or digests, or unique beginnings of them."),
 ]
-
-_UNREADABLE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    OSError,
-    EOFError,
-    RuntimeError,  # a member that is encrypted, or packed in a way that is not known
-    ValueError,
-)
-"""What reading a zip file raises that somebody made to be read badly."""
 
 _CHUNK = 1 << 20
 """Bytes read at once."""
@@ -263,11 +250,11 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """What was read of a stored archive: its bytes, and the sha256 of its members by name."""
+    """What was read of a stored archive: its bytes, the sha256 of its members by name, and what is wrong with it."""
 
     size: int
-    members: dict[str, str]
-    problem: str | None = None
+    members: Mapping[str, str]
+    problems: list[str]
 
 
 def _problems(store: Store, entry: Entry, scratch: Path, read: dict[str, _Archive]) -> list[str]:
@@ -276,15 +263,15 @@ def _problems(store: Store, entry: Entry, scratch: Path, read: dict[str, _Archiv
     if manifest is None or entry.problem is not None:
         return [str(entry.problem)]
     try:
-        archive = read.get(manifest.digest) or _read(store, manifest.digest, scratch)
+        seen = read.get(manifest.digest) or _read(store, manifest.digest, scratch)
     except (StoreError, RejectedArtifact) as error:
         return [str(error)]
-    read[manifest.digest] = archive
-    if archive.size != manifest.size:
-        return [f"its archive has {archive.size} bytes, the manifest says {manifest.size}"]
-    if archive.problem is not None:
-        return [archive.problem]
-    found = archive.members
+    read[manifest.digest] = seen
+    if seen.size != manifest.size:
+        return [f"its archive has {seen.size} bytes, the manifest says {manifest.size}"]
+    if seen.problems:
+        return [*seen.problems]
+    found = seen.members
     problems = [f"member {name} is missing" for name in sorted(set(manifest.members) - set(found))]
     problems += [
         f"member {name} is not in the manifest" for name in sorted(set(found) - set(manifest.members))
@@ -310,17 +297,12 @@ def _read(store: Store, digest: Digest, scratch: Path) -> _Archive:
 
 
 def _measured(path: Path) -> _Archive:
-    size, found = path.stat().st_size, dict[str, str]()
+    size = path.stat().st_size
     try:
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                if name in found:
-                    return _Archive(size, found, f"its archive has two members named {name}")
-                hashed = hashlib.sha256()
-                with archive.open(name) as member:
-                    while chunk := member.read(_CHUNK):
-                        hashed.update(chunk)
-                found[name] = hashed.hexdigest()
-    except _UNREADABLE as error:
-        return _Archive(size, found, f"its archive is not a readable zip file: {error}")
-    return _Archive(size, found)
+        with readable(path, what="its archive") as package:
+            problems = flaws(package, size)
+            return _Archive(size, {} if problems else contents(package), problems)
+    except CorruptArtifact as error:
+        return _Archive(size, {}, [str(error)])
+    except OSError as error:
+        return _Archive(size, {}, [f"its archive cannot be read: {error.strerror}"])

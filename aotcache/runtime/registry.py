@@ -7,20 +7,23 @@ checked against the manifest, every time.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
 import shutil
 import threading
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from aotcache.archive import chunks, judged
 from aotcache.config import Settings
 from aotcache.errors import CorruptArtifact, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
+from aotcache.ownership import first_link
 from aotcache.runtime.function import Executable
+from aotcache.runtime.openings import FirstRun, Opening, marked
 from aotcache.runtime.runner import Library, PackageRunner, Runner
 from aotcache.store.base import Store
 from aotcache.store.local import make_dirs, once, require_private
@@ -74,7 +77,7 @@ def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executa
             return found, False
         folder = unpack(manifest, _Fetched(store), home)
         _require_trusted(manifest, store, opening=True)
-        made = _open_folder(manifest, folder)
+        made = _open_marked(manifest, folder, store, home)
         _opened[mark] = made
         return made, True
 
@@ -137,10 +140,25 @@ def open_unshared(manifest: Manifest, archive: Path, home: Path) -> Executable:
     return _open_folder(manifest, unpack(manifest, _AtHand(archive), home))
 
 
+def _open_marked(manifest: Manifest, folder: Path, store: Store, home: Path) -> Executable:
+    """Open what is unpacked; a death in it, or in the first run of a graph, is seen by the next process."""
+    what = Opening(manifest.digest, manifest.key, manifest.region, store.url)
+    with marked(home, what, "open"):
+        forward, backward = _runners(manifest, folder)
+    return Executable(
+        manifest,
+        FirstRun(forward.run, home, what, "forward"),
+        None if backward is None else FirstRun(backward.run, home, what, "backward"),
+    )
+
+
 def _open_folder(manifest: Manifest, folder: Path) -> Executable:
+    return Executable(manifest, *_runners(manifest, folder))
+
+
+def _runners(manifest: Manifest, folder: Path) -> tuple[Runner, Runner | None]:
     forward = _runner(manifest, folder, "forward")
-    backward = _runner(manifest, folder, "backward") if manifest.pair is not None else None
-    return Executable(manifest, forward, backward)
+    return forward, _runner(manifest, folder, "backward") if manifest.pair is not None else None
 
 
 def _runner(manifest: Manifest, folder: Path, graph: str) -> Runner:
@@ -189,7 +207,7 @@ def unpack(manifest: Manifest, source: _Fetched | _AtHand, home: Path) -> Path:
 
     def make() -> Path:
         # What lies there, if anything, somebody has changed.
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear(folder)
         _unpack_anew(manifest, source, folder)
         problem = _problem(manifest, folder, home)
         if problem is not None:
@@ -204,6 +222,8 @@ def _problem(manifest: Manifest, folder: Path, home: Path) -> CorruptArtifact | 
     for name, digest in _files(manifest):
         path = folder / name
         try:
+            if first_link(path, folder.parent) is not None:
+                raise OSError(errno.ELOOP, "a symbolic link, expected a file of its own")
             require_private(path, home)
             found = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError as error:
@@ -227,17 +247,26 @@ def _files(manifest: Manifest) -> Iterator[tuple[str, Digest]]:
             yield name, digest
 
 
+def _clear(path: Path) -> None:
+    """Remove a folder, or whatever is in its place; a link itself, never what it leads to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -> None:
     """Needs the lock of this digest. The draft's name is fixed, so that what a killed process
     left is cleared away by the next."""
     draft = folder.with_name(f".unpacking-{manifest.digest}")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
+        _clear(draft)
         draft.mkdir(mode=0o700)
         archive = source(manifest.digest, draft)
-        with zipfile.ZipFile(archive) as package:
+        with judged(archive, manifest.members, what=f"artifact {manifest.digest}") as package:
             for info in package.infolist():
-                _extract(package, info, manifest, draft)
+                if info.filename.endswith(_KEPT):
+                    _extract(package, info, manifest, draft)
         if manifest.runner == "torch":
             target = draft / _ARCHIVE
             if archive != target:
@@ -246,12 +275,6 @@ def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -
         elif archive.parent == draft:
             archive.unlink()
         os.replace(draft, folder)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise CorruptArtifact(
-            f"artifact {manifest.digest} is not a zip archive that can be read: {error}; delete it from its "
-            "store and warm it again",
-            digest=manifest.digest,
-        ) from error
     except OSError as error:
         if folder.is_dir():
             return
@@ -265,26 +288,14 @@ def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -
 
 
 def _extract(package: zipfile.ZipFile, info: zipfile.ZipInfo, manifest: Manifest, draft: Path) -> None:
-    expected = manifest.members.get(info.filename)
-    if expected is None or info.is_dir():
-        raise CorruptArtifact(
-            f"artifact {manifest.digest} has a member {info.filename!r} that its manifest does not name",
-            digest=manifest.digest,
-        )
-    if ".." in Path(info.filename).parts or Path(info.filename).is_absolute():
-        raise CorruptArtifact(
-            f"artifact {manifest.digest}: member {info.filename!r} leads out of its folder",
-            digest=manifest.digest,
-        )
-    if not info.filename.endswith(_KEPT):
-        return
     path = draft / info.filename
     make_dirs(path.parent, 0o700)
     digest = hashlib.sha256()
-    with package.open(info) as data, path.open("wb") as out:
-        while chunk := data.read(1 << 20):
+    with path.open("xb") as out:
+        for chunk in chunks(package, info):
             digest.update(chunk)
             out.write(chunk)
+    expected = manifest.members[info.filename]
     if digest.hexdigest() != expected:
         raise CorruptArtifact(
             f"artifact {manifest.digest}: member {info.filename} has sha256 {digest.hexdigest()}, "

@@ -8,6 +8,7 @@ every call in a forked child hang.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import time
@@ -16,9 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from aotcache.errors import StoreError
+from aotcache.errors import RejectedArtifact, StoreError
+from aotcache.ownership import way_out
 from aotcache.store.clients import CHUNK, Info
 from aotcache.store.local import make_dirs, require_private, sync_dir
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -35,6 +39,9 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 class FileClient:
     """See `clients.Client`. Writes are durable when they return.
 
+    A symbolic link below the root that leads out of it is not followed: what it stands for is not
+    there for readers, is replaced by a writer of that name, and nothing is written through it.
+
     Attributes:
         drafts: Where files are written: beside the objects, so that a rename stays within one
             file system, and outside the folders that are ever listed. What is a day old is swept.
@@ -48,6 +55,7 @@ class FileClient:
         self._root = root
         self.drafts = root / "tmp"
         self._trust_shared = trust_shared
+        self._told: set[str] = set()
 
     def get(self, path: str) -> bytes | None:
         """See `Client`."""
@@ -77,6 +85,15 @@ class FileClient:
         target = self._root / path
         make_dirs(target.parent)
         make_dirs(self.drafts)
+        for folder in (target.parent, self.drafts):
+            if (astray := way_out(folder, self._root)) is not None:
+                raise StoreError(
+                    f"cannot write {target}: {astray}, and is not followed; nothing was stored; put a folder "
+                    "in its place, or name the place that it leads to as the store",
+                    path=str(target),
+                )
+        # A link that no reader follows keeps nobody's object.
+        create = create and way_out(target, self._root) is None
         sweep(self.drafts)
         draft = self.drafts / uuid.uuid4().hex
         try:
@@ -98,14 +115,21 @@ class FileClient:
         """See `Client`."""
         for name in self._read(prefix, lambda folder: sorted(os.listdir(folder))) or ():
             path = f"{prefix}/{name}"
-            if (self._root / path).is_dir():
-                yield from self.list(path)
+            target = self._root / path
+            if target.is_dir():
+                # Not even one that stays within: it would list objects twice, or for ever.
+                if target.is_symlink():
+                    self._tell(f"{target} is a symbolic link to a folder")
+                else:
+                    yield from self.list(path)
             elif (info := self.head(path)) is not None:
                 yield info
 
     def delete(self, path: str) -> bool:
         """See `Client`."""
         target = self._root / path
+        if way_out(target.parent, self._root) is not None:
+            return False
         try:
             target.unlink()
         except OSError as error:
@@ -121,12 +145,29 @@ class FileClient:
     def trusted_path(self, path: str) -> Path | None:
         """See `Client`."""
         target = self._root / path
+        astray = way_out(target, self._root)
+        if astray is not None:
+            raise RejectedArtifact(
+                f"{target} is not opened: {astray}, and who can write there is not known; put the file itself "
+                "there, or name the place that the link leads to as the store",
+                path=str(target),
+            )
         if not self._trust_shared:
             self._read(path, lambda file: require_private(file, self._root))
         return target
 
+    def _tell(self, what: str) -> None:
+        """Say once of a link that it is not followed."""
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("%s, and is not followed: what it stands for is taken for not stored", what)
+
     def _read(self, path: str, action: Callable[[Path], T]) -> T | None:
         target = self._root / path
+        astray = way_out(target, self._root)
+        if astray is not None:
+            self._tell(astray)
+            return None
         for wait in (*_STALE_RETRIES, None):
             try:
                 return action(target)

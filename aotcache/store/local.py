@@ -12,7 +12,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from aotcache.errors import RejectedArtifact, StoreError
-from aotcache.ownership import private_problem
+from aotcache.ownership import private_problem, way_out
 
 T = TypeVar("T")
 
@@ -54,17 +54,26 @@ def sync_dir(path: Path) -> None:
 
 
 def require_private(path: Path, root: Path) -> None:
-    """Check `path` and every folder between it and `root`, `root` included.
+    """Check `path` and every folder between it and `root`, `root` included, also of what links lead to.
 
     Folders above `root` are not looked at: who can rename them is the business of
-    whoever chose the place.
+    whoever chose the place. `root` itself may be a link.
 
     Raises:
-        RejectedArtifact: if another user of this host could have written there.
+        RejectedArtifact: if another user of this host could have written there, or a symbolic
+            link leads out of `root`.
         OSError: if something on the way is gone.
     """
-    current = path
-    while True:
+    path.stat()
+    astray = way_out(path, root)
+    if astray is not None:
+        raise RejectedArtifact(
+            f"{path} is not opened: {astray}, and who can write there is not known; put the files themselves there, "
+            "or name the place that the link leads to (--store, AOTCACHE_STORE or AOTCACHE_HOME)",
+            path=str(path),
+        )
+    ways = {(path, root), (path.resolve(), root.resolve())}
+    for current in dict.fromkeys(place for way in sorted(ways) for place in _between(*way)):
         problem = private_problem(current)
         if problem is not None:
             raise RejectedArtifact(
@@ -73,9 +82,15 @@ def require_private(path: Path, root: Path) -> None:
                 "AOTCACHE_TRUST_SHARED_STORE=1 if you trust everyone who can write there",
                 path=str(path),
             )
-        if current in (root, current.parent):
+
+
+def _between(path: Path, root: Path) -> Iterator[Path]:
+    """`path` and the folders above it up to `root`."""
+    yield path
+    for parent in path.parents if path != root else ():
+        yield parent
+        if parent == root:
             return
-        current = current.parent
 
 
 @contextmanager

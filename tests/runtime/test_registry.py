@@ -291,7 +291,7 @@ def test_a_member_with_other_bytes_is_refused_with_both_digests(pair: Artifact, 
 
 def test_a_member_that_is_not_in_the_archive_is_noticed(pair: Artifact, tmp_path: Path) -> None:
     members = {**pair.manifest.members, "more/more.so": pair.manifest.digest}
-    with pytest.raises(CorruptArtifact, match=r"more\.so: expected sha256 .*, found nothing"):
+    with pytest.raises(CorruptArtifact, match=r"it lacks the member 'more/more\.so'"):
         _unpack(pair, tmp_path, replace(pair.manifest, members=members))
 
 
