@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,7 +12,6 @@ from aotcache.errors import CallRefused, ManifestError
 from aotcache.manifest import Manifest, OutputSlot
 from aotcache.runtime.effects import Around
 from aotcache.runtime.memory import is_aligned, is_materialised, relayout
-from aotcache.runtime.runner import Runner
 
 
 # private torch names, tried on 2.13.0
@@ -36,6 +35,13 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 # end of private torch names
 
 
+class Runs(Protocol):
+    """A graph, however it is run: see `runner.Library.run`."""
+
+    @property
+    def run(self) -> Callable[[list[Any]], list[Any]]: ...
+
+
 class Executable:
     """An opened artifact: what a call that passed its guards runs.
 
@@ -49,7 +55,7 @@ class Executable:
         ManifestError: the manifest names slots that it does not have.
     """
 
-    def __init__(self, manifest: Manifest, forward: Runner, backward: Runner | None) -> None:
+    def __init__(self, manifest: Manifest, forward: Runs, backward: Runs | None) -> None:
         self.manifest = manifest
         self._forward = forward
         self._outputs = len(manifest.outputs)
@@ -129,8 +135,8 @@ def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ..
 
 def _make_function(
     manifest: Manifest,
-    forward: Runner,
-    backward: Runner,
+    forward: Runs,
+    backward: Runs,
     slots: tuple[list[int], list[int]],
     around: Around | None,
 ) -> type[torch.autograd.Function]:

@@ -211,6 +211,10 @@ class HttpStore:
             blobs |= {row.digest: row.size for row in rows}
         return Usage(refs, len(blobs), sum(blobs.values()))
 
+    def deaths(self) -> dict[Digest, int]:
+        """How many workers are known to have died with an archive, for those that any died with."""
+        return {row.digest: row.deaths for rows in self._pages(None) for row in rows if row.deaths}
+
     def _pages(self, code: Digest | None) -> Iterator[Sequence[_Row]]:
         cursor: str | None = None
         while True:
@@ -287,6 +291,7 @@ class _Row:
     variant: str
     digest: Digest
     size: int
+    deaths: int
 
 
 def _row(found: Any) -> _Row:
@@ -294,7 +299,8 @@ def _row(found: Any) -> _Row:
     if not (is_digest(found["key"]) and is_digest(found["digest"])):
         raise ValueError("a row without a key or a digest")
     variant = printable(str(found["variant"]), _LONGEST_NAME)
-    return _Row(found["key"], variant, found["digest"], int(found["size"]))
+    deaths = int(found.get("deaths", 0))  # a service before that counts none
+    return _Row(found["key"], variant, found["digest"], int(found["size"]), deaths)
 
 
 def _moment(found: Any) -> float:
