@@ -6,12 +6,13 @@ with torch comes from the caller, so every answer here can be tested anywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from aotcache.errors import ConfigError
 from aotcache.manifest import Manifest
-from aotcache.types import Target, Toolchain
+from aotcache.types import Target, Toolchain, printable
 
 _V2 = ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3")
 _V3 = (*_V2, "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave")
@@ -40,8 +41,18 @@ def cpu_level_features(arch: str) -> tuple[str, ...]:
         ) from None
 
 
+_CUDA_ARCH = re.compile(r"sm_(\d{1,3})(\d)([af]?)\Z")
+
+_SPECIFIC_FROM = 90
+"""Compute capability (times ten) from which Triton compiles for `sm_<n>a`, whatever the target is called."""
+
+
 def _no_operators(name: str) -> str | None:
     return None
+
+
+def _any_library(name: str) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +65,11 @@ class HostFacts:
         cpu_features: Feature flags as Linux names them.
         glibc: Version of the C library, e.g. `2.36`; None if it is another library.
         libstdcxx: Highest GLIBCXX symbol version offered; None if unknown.
-        cuda_archs: `sm_<n>` of the visible CUDA devices.
+        cuda_archs: `sm_<n>` of the visible CUDA devices, n being ten times the compute capability.
         driver: Highest CUDA version that the driver supports, e.g. `12.4`, or None.
         operator: Schema text of a registered custom operator by its qualified name
             (`ns::name` or `ns::name.overload`), or None where it is not registered.
+        library: Whether the dynamic linker would find a shared library by its name, e.g. `libgomp.so.1`.
     """
 
     machine: str
@@ -68,6 +80,7 @@ class HostFacts:
     cuda_archs: tuple[str, ...] = ()
     driver: str | None = None
     operator: Callable[[str], str | None] = field(default=_no_operators, compare=False)
+    library: Callable[[str], bool] = field(default=_any_library, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +112,11 @@ def verdict(manifest: Manifest, facts: HostFacts) -> Accepted | Rejected:
 
 
 def best(manifests: Iterable[Manifest], facts: HostFacts) -> Manifest | Rejected:
-    """The accepted variant that asks most of the CPU, or every candidate's reasons.
+    """The accepted variant that asks most of the host, or every candidate's reasons.
 
-    An artifact that uses more of the host's features is the faster one: avx512 is
-    taken over avx2. Of equals the first in the order of their variants is taken.
+    An artifact that uses more of the host's features is the faster one: avx512 is taken over avx2,
+    code for the very GPU over code for an older one of its family. Of equals the first in the
+    order of their variants is taken.
     """
     accepted: list[Manifest] = []
     reasons: list[str] = []
@@ -113,8 +127,34 @@ def best(manifests: Iterable[Manifest], facts: HostFacts) -> Manifest | Rejected
             case Rejected(why):
                 reasons += [f"{manifest.variant}: {reason}" for reason in why]
     if accepted:
-        return max(accepted, key=lambda m: len(m.host.cpu_features))
+        return max(accepted, key=_asks)
     return Rejected(tuple(reasons) or ("there is no artifact for this key",))
+
+
+def _asks(manifest: Manifest) -> tuple[int, int, int]:
+    """How much an accepted variant asks of the host, for comparison."""
+    arch = _CUDA_ARCH.match(manifest.target.arch) if manifest.target.device == "cuda" else None
+    if arch is None:
+        return (0, 0, len(manifest.host.cpu_features))
+    return (int(arch[2]), ("", "f", "a").index(arch[3]), len(manifest.host.cpu_features))
+
+
+def runs_on(arch: str, device: str) -> bool:
+    """Whether GPU code for `arch` runs on a device of the capability `device`; both as `sm_<n>`.
+
+    By the rules of CUDA's binary compatibility: code runs on devices of the same major capability with
+    an equal or higher minor one; with the suffix `f` it does so within its family, which is that range,
+    too; with the suffix `a` it runs on exactly its own. What is named without a suffix is taken for `a`
+    from 9.0 on, because it was compiled so: code for sm_100 would stop on sm_103 at its first launch.
+    https://docs.nvidia.com/cuda/cuda-programming-guide, "Compute Capability and Compatibility".
+    """
+    built, here = _CUDA_ARCH.match(arch), _CUDA_ARCH.match(device)
+    if built is None or here is None or built[1] != here[1]:
+        return False
+    capability, suffix = int(built[1] + built[2]), built[3]
+    if suffix == "a" or (suffix == "" and capability >= _SPECIFIC_FROM):
+        return built[2] == here[2]
+    return int(built[2]) <= int(here[2])
 
 
 def _toolchain_reasons(built: Toolchain, here: Toolchain) -> Iterator[str]:
@@ -135,29 +175,53 @@ def _target_reasons(manifest: Manifest, facts: HostFacts) -> Iterator[str]:
     if target.device == "cpu" and target.arch.split("-")[0] != facts.machine:
         yield f"built for {target}, this host's processor is {facts.machine}"
     if target.device == "cuda":
-        if target.arch not in facts.cuda_archs:
+        if not any(runs_on(target.arch, device) for device in facts.cuda_archs):
             found = ", ".join(facts.cuda_archs) or "no CUDA device"
-            yield f"built for {target}, this host has {found}"
+            yield f"built for {target}, this host has {found}{_rule(target.arch)}"
         yield from _version_reasons("CUDA driver", manifest.host.driver, facts.driver)
     missing = sorted(set(manifest.host.cpu_features) - facts.cpu_features)
     if missing:
         yield f"needs CPU features that this host lacks: {', '.join(missing)}"
 
 
+def _rule(arch: str) -> str:
+    """Why a GPU of the same family may not do, in words."""
+    parts = _CUDA_ARCH.match(arch)
+    if parts is None:
+        return "; that is no name of a GPU's architecture, such as sm_90"
+    if parts[3] == "a" or (parts[3] == "" and int(parts[1] + parts[2]) >= _SPECIFIC_FROM):
+        return f"; it runs on compute capability {parts[1]}.{parts[2]} alone"
+    return f"; it runs on compute capability {parts[1]}.{parts[2]} and later ones of major {parts[1]}"
+
+
 def _library_reasons(manifest: Manifest, facts: HostFacts) -> Iterator[str]:
     yield from _version_reasons("glibc", manifest.host.glibc, facts.glibc)
     yield from _version_reasons("libstdc++ GLIBCXX", manifest.host.libstdcxx, facts.libstdcxx)
+    missing = [name for name in manifest.host.libraries if not facts.library(name)]
+    if missing:
+        yield (
+            f"needs shared libraries that this host lacks: {', '.join(printable(name, 80) for name in missing)}; "
+            "install them, or name their folder in LD_LIBRARY_PATH"
+        )
 
 
 def _version_reasons(what: str, needed: str | None, found: str | None) -> Iterator[str]:
     if needed is None:
         return
-    if found is None or _version(found) < _version(needed):
+    if found is None or _older(found, needed):
         yield f"needs {what} {needed} or later, this host has {found or 'none that is known'}"
 
 
+def _older(found: str, needed: str) -> bool:
+    ours, theirs = _version(found), _version(needed)
+    longest = max(len(ours), len(theirs))
+    return ours + (0,) * (longest - len(ours)) < theirs + (0,) * (longest - len(theirs))
+
+
 def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) if part.isdigit() else 0 for part in text.split("."))
+    """The numbers of a version; what follows a number's digits is a distributor's own."""
+    leading = (re.match(r"[0-9]{1,9}", part) for part in text.split("."))
+    return tuple(0 if number is None else int(number[0]) for number in leading)
 
 
 def _operator_reasons(manifest: Manifest, facts: HostFacts) -> Iterator[str]:

@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def host_facts() -> HostFacts:
         cuda_archs=_cuda_archs(),
         driver=_driver(),
         operator=operator_schema,
+        library=Libraries(),
     )
 
 
@@ -127,6 +129,71 @@ def operator_schema(name: str) -> str | None:
         if schema.overload_name == ("" if overload == "default" else overload):
             return str(schema)
     return None
+
+
+class Libraries:
+    """Which shared libraries the dynamic linker would find for an artifact, by their names.
+
+    Asked of manifests that nobody may vouch for, so nothing is opened to find out: a library is there
+    if this process has it mapped, if the linker's cache names it, or if its file lies in a folder
+    where the linker looks. What was found once stays found. Threads may share it.
+    """
+
+    def __init__(self) -> None:
+        self._found: set[str] = set()
+
+    def __call__(self, name: str) -> bool:
+        if name in self._found:
+            return True
+        there = _is_library_name(name) and (_is_mapped(name) or _is_cached(name) or _lies_in_a_folder(name))
+        if there:
+            self._found.add(name)
+        return there
+
+
+def _is_library_name(name: str) -> bool:
+    # A path would be looked at where it says, wherever that is.
+    return re.match(r"[A-Za-z0-9_.+-]{1,200}\Z", name) is not None
+
+
+def _is_mapped(name: str) -> bool:
+    # Mapped files have their full version, `libm.so.6` being a link to one.
+    return any(path.name == name or path.name.startswith(f"{name}.") for path in _mapped_files())
+
+
+@cache
+def _linker_cache() -> bytes:
+    try:
+        return Path("/etc/ld.so.cache").read_bytes()
+    except OSError:
+        return b""
+
+
+def _is_cached(name: str) -> bool:
+    # Its names stand there as texts that end with a zero.
+    return b"\0" + name.encode() + b"\0" in _linker_cache()
+
+
+@cache
+def _library_folders() -> tuple[str, ...]:
+    """Where the linker looks beside its cache, and Python's own `lib`, which interpreters of conda point it to."""
+    try:
+        # As it was when the process began: the linker reads it once.
+        variables = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        variables = []
+    prefix = b"LD_LIBRARY_PATH="
+    named = next((v[len(prefix) :] for v in variables if v.startswith(prefix)), b"")
+    folders = re.split(r"[:;]", os.fsdecode(named))
+    triplet = f"{platform.machine()}-linux-gnu"
+    roots = [
+        f"{root}/{part}" for root in ("", "/usr", "/usr/local") for part in ("lib", "lib64", f"lib/{triplet}")
+    ]
+    return tuple(f for f in [*folders, *roots, f"{sys.prefix}/lib", f"{sys.base_prefix}/lib"] if f)
+
+
+def _lies_in_a_folder(name: str) -> bool:
+    return any(os.path.isfile(os.path.join(folder, name)) for folder in _library_folders())
 
 
 @cache

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from aotcache.envelope import MANIFEST_TYPE, Envelope
 from aotcache.errors import ManifestError
 from aotcache.key import Component, KeyParts
-from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant, is_digest
+from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant, is_digest, sha256
 
 SCHEMA = 2
 """Version of the documents written here."""
@@ -26,6 +26,9 @@ _READABLE = (1, 2)
 """Versions that can be read: the first knows no random inputs, no buffer updates and no aliases."""
 
 _STRICT = ConfigDict(extra="forbid")
+
+_SHA256 = re.compile(rb',"sha256":"([0-9a-f]{64})"}\Z')
+_SHA256_BYTES = 80
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.+-]{1,200}\Z")
 
@@ -292,8 +295,15 @@ class Manifest:
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def document(self) -> bytes:
-        """What a store writes: the envelope as it came, or for a manifest without one its JSON."""
-        return self.to_json() if self.envelope is None else self.envelope.to_json()
+        """What a store writes: the envelope as it came, or for a manifest without one its JSON.
+
+        That one ends with its own sha256: nobody signed it, so nothing else would tell a contract
+        with one wrong bit from another contract.
+        """
+        if self.envelope is not None:
+            return self.envelope.to_json()
+        data = self.to_json()
+        return data[:-1] + b',"sha256":"%b"}' % sha256(data).encode()
 
     def with_envelope(self, envelope: Envelope) -> Manifest:
         """The same manifest as the payload of `envelope`, which is not looked into."""
@@ -328,8 +338,14 @@ class Manifest:
 
     @classmethod
     def _from_payload(cls, data: bytes, *, where: str) -> Manifest:
+        data = _checked(data, where)
         try:
             found = json.loads(data)
+            if isinstance(found, dict) and "sha256" in found:
+                raise ManifestError(
+                    f"{where}: the manifest is damaged: its sha256 is not at its end, where it was written; delete it "
+                    "and warm again"
+                )
             schema = found.get("schema") if isinstance(found, dict) else None
             if schema not in _READABLE:
                 readable = " or ".join(map(str, _READABLE))
@@ -358,6 +374,24 @@ class Manifest:
                 "expected at most 200 letters, digits and _ . + -"
             )
         return manifest
+
+
+def _checked(data: bytes, where: str) -> bytes:
+    """A bare manifest without the sha256 that `document` ends it with, if it has one. Raises ManifestError."""
+    data = data.rstrip()
+    end = _SHA256.search(data, max(0, len(data) - _SHA256_BYTES))
+    if end is None:
+        return data
+    bare = data[: end.start()] + b"}"
+    expected, found = end[1].decode(), sha256(bare)
+    if found != expected:
+        raise ManifestError(
+            f"{where}: the manifest is damaged: it ends with sha256 {expected}, its bytes have {found}; delete it "
+            "and warm again",
+            expected=expected,
+            found=found,
+        )
+    return bare
 
 
 _MANIFEST = TypeAdapter(Manifest)

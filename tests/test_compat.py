@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from aotcache.compat import CPU_LEVELS, Accepted, HostFacts, Rejected, best, cpu_level_features, verdict
+from aotcache.compat import (
+    CPU_LEVELS,
+    Accepted,
+    HostFacts,
+    Rejected,
+    best,
+    cpu_level_features,
+    runs_on,
+    verdict,
+)
 from aotcache.errors import ConfigError
 from aotcache.manifest import HostContract, Manifest
 from aotcache.types import Target
@@ -125,6 +134,71 @@ def test_the_same_gpu_is_accepted() -> None:
     assert verdict(manifest, GPU) == Accepted(manifest)
 
 
+@pytest.mark.parametrize(
+    ("arch", "device", "runs"),
+    [
+        ("sm_80", "sm_80", True),
+        ("sm_80", "sm_86", True),  # same major, higher minor
+        ("sm_80", "sm_89", True),
+        ("sm_86", "sm_80", False),  # lower minor
+        ("sm_80", "sm_90", False),  # another major
+        ("sm_90", "sm_90", True),
+        ("sm_90a", "sm_90", True),  # what the GPU of capability 9.0 runs
+        ("sm_90a", "sm_100", False),
+        ("sm_100a", "sm_103", False),  # `a`: exactly that capability
+        ("sm_100", "sm_103", False),  # compiled for `a`, whatever the target is called
+        ("sm_100f", "sm_100", True),
+        ("sm_100f", "sm_103", True),  # `f`: its family, from its own minor on
+        ("sm_103f", "sm_100", False),
+        ("sm_100f", "sm_120", False),
+        ("sm_120f", "sm_121", True),
+        ("sm_9", "sm_90", False),
+        ("sm_90b", "sm_90", False),
+        ("native", "sm_90", False),
+    ],
+)
+def test_gpu_code_runs_by_the_rules_of_binary_compatibility(arch: str, device: str, runs: bool) -> None:
+    assert runs_on(arch, device) == runs
+    facts = replace(GPU, cuda_archs=(device,))
+    manifest = make_manifest(target=f"cuda:{arch}", toolchain=GPU.toolchain)
+    answer = verdict(manifest, facts)
+    assert isinstance(answer, Accepted if runs else Rejected)
+    if not runs:
+        assert arch in str(answer)
+        assert device in str(answer)
+
+
+def test_a_host_with_several_gpus_accepts_what_one_of_them_runs() -> None:
+    facts = replace(GPU, cuda_archs=("sm_80", "sm_90"))
+    assert isinstance(verdict(make_manifest(target="cuda:sm_90", toolchain=GPU.toolchain), facts), Accepted)
+
+
+def test_code_for_the_very_gpu_is_picked_over_code_for_its_family() -> None:
+    facts = replace(GPU, cuda_archs=("sm_103",))
+    variants = [make_manifest(arch.encode(), target=f"cuda:{arch}", toolchain=GPU.toolchain) for arch in
+                ("sm_100f", "sm_103a", "sm_103f")]  # fmt: skip
+    for turn in range(3):
+        assert best(variants[turn:] + variants[:turn], facts) == variants[1]
+    assert best(variants[::2], facts) == variants[2]
+
+
+def test_missing_shared_libraries_are_named() -> None:
+    host = replace(HOST, libraries=("libtorch.so", "libcuda.so.1", "libgomp.so.1"))
+    text = reasons(make_manifest(host=host), replace(FACTS, library={"libtorch.so": True}.__contains__))
+    assert "libcuda.so.1, libgomp.so.1" in text
+    assert "libtorch.so" not in text
+    assert "LD_LIBRARY_PATH" in text
+
+
+def test_a_version_may_be_shorter_and_may_have_a_distributors_ending() -> None:
+    for needed, found in (("3.4", "3.4.0"), ("3.4.0", "3.4"), ("2.36", "2.36-9deb12"), ("2.9", "2.36-9")):
+        facts = replace(FACTS, glibc=found)
+        assert isinstance(verdict(make_manifest(host=replace(HOST, glibc=needed)), facts), Accepted)
+    assert "2.36-9" in reasons(
+        make_manifest(host=replace(HOST, glibc="2.37")), replace(FACTS, glibc="2.36-9")
+    )
+
+
 SCHEMA = "mylib::scale(Tensor x, float by) -> Tensor"
 WITH_OPERATOR = make_manifest(
     host=replace(HOST, operators={"mylib::scale": {"schema": SCHEMA, "module": "mytrainer.ops"}})
@@ -153,10 +227,18 @@ def test_an_operator_with_another_signature_is_rejected_with_both() -> None:
 
 
 def test_all_reasons_are_given_at_once() -> None:
-    manifest = make_manifest(toolchain=replace(TOOLCHAIN, torch="2.12.0"), host=replace(HOST, glibc="9.0"))
-    answer = verdict(manifest, FACTS)
+    """One of every kind: nobody mends one thing to hear of the next."""
+    operators = {"mylib::scale": {"schema": SCHEMA, "module": "mytrainer.ops"}}
+    needs = HostContract(("avx9",), "9.0", "9.0", ("libnone.so",), operators, "99.0")
+    manifest = make_manifest(
+        toolchain=replace(TOOLCHAIN, torch="2.12.0", cuda="12.8"), target="cuda:sm_80", host=needs
+    )
+    answer = verdict(manifest, replace(FACTS, library=lambda name: False))
     assert isinstance(answer, Rejected)
-    assert len(answer.reasons) == 2
+    said = ("torch 2.12.0", "CUDA 12.8", "sm_80", "driver 99.0", "avx9", "glibc 9.0", "GLIBCXX 9.0", "libnone.so",
+            "mylib::scale")  # fmt: skip
+    assert len(answer.reasons) == len(said)
+    assert all(text in reason for text, reason in zip(said, answer.reasons, strict=True))
 
 
 def test_levels_grow() -> None:

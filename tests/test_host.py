@@ -63,6 +63,20 @@ def test_libstdcxx_offers_what_torch_itself_needs() -> None:
     assert tuple(map(int, found.split("."))) >= (3, 4, 21)
 
 
+def test_the_libraries_that_torch_brings_and_the_linker_knows_are_there() -> None:
+    there = host.host_facts().library
+    assert all(
+        there(name) for name in ("libtorch_cpu.so", "libc10.so", "libstdc++.so.6", "libm.so.6", "libc.so.6")
+    )
+    assert not there("libaotcache-has-none-such.so.1")
+
+
+@pytest.mark.parametrize("name", ["", "../libc.so.6", "/proc/self/exe", "a b", "x" * 300])
+def test_a_library_that_is_named_by_no_plain_name_is_never_there(name: str) -> None:
+    """Such names come out of manifests, also of those that nobody vouches for."""
+    assert not host.host_facts().library(name)
+
+
 def test_operators_are_found_once_they_are_registered_and_with_their_schema() -> None:
     assert host.operator_schema("aotcache_test_host::scale") is None
     library = torch.library.Library("aotcache_test_host", "DEF")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -105,3 +106,23 @@ def test_a_variant_that_would_not_stay_in_its_folder_is_refused(target: Target) 
 def test_an_archive_that_cannot_be_one_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ManifestError, match="its archive is"):
         Manifest.from_json(replace(make_manifest(), **changes).to_json(), where="here")
+
+
+def test_a_bare_document_ends_with_its_own_digest_and_is_still_json() -> None:
+    manifest = make_manifest()
+    data = manifest.document()
+    assert json.loads(data).pop("sha256") == hashlib.sha256(manifest.to_json()).hexdigest()
+    assert Manifest.from_json(data, where="here") == manifest
+    assert Manifest.from_json(data + b"\n", where="here").document() == data
+
+
+def test_a_contract_with_one_wrong_digit_is_another_contract_to_nobody() -> None:
+    """It would be JSON, and a manifest: nothing but its digest tells."""
+    data = make_manifest().document()
+    changed = data.replace(b'"intermediates":1', b'"intermediates":2')
+    assert changed != data
+    with pytest.raises(ManifestError, match="damaged"):
+        Manifest.from_json(changed, where="here")
+    found = Manifest.from_json(changed[: changed.rindex(b',"sha256"')] + b"}", where="here")
+    assert found.pair is not None
+    assert found.pair.intermediates == 2

@@ -17,9 +17,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from aotcache.cli.entries import SHORT, judge
-from aotcache.cli.output import JsonFlag, StoreOption, emit_json, human_bytes, print_lines, print_table
+from aotcache.cli.output import (
+    JsonFlag,
+    StoreOption,
+    emit_json,
+    human_bucket,
+    human_bytes,
+    human_region,
+    print_lines,
+    print_table,
+)
+from aotcache.compat import best
 from aotcache.config import settings
 from aotcache.errors import AotcacheError, RejectedArtifact
+from aotcache.manifest import Manifest
 from aotcache.store import Entry, Store, open_store
 from aotcache.store.circuit import circuit_for
 from aotcache.trust import SigningKey, signing_key_path, trusted_keys
@@ -56,7 +67,8 @@ def doctor(store: StoreOption = None, as_json: JsonFlag = False) -> None:
         opened = open_store(store)
         entries = list(opened.entries())
         facts = _facts()
-        verdicts = judge(entries, facts, opened) if facts is not None else []
+        if facts is not None:
+            verdicts = _with_taken(entries, judge(entries, facts, opened), facts)
         findings.append(_store(opened, entries))
     except AotcacheError as error:
         findings.append(Finding("store", "fail", str(error)))
@@ -66,6 +78,9 @@ def doctor(store: StoreOption = None, as_json: JsonFlag = False) -> None:
         emit_json({"ok": ok, "findings": [asdict(f) for f in findings], "artifacts": verdicts})
     else:
         print_table(("", "what", "found"), ((f.state, f.what, f.detail) for f in findings))
+        if verdicts:
+            print_lines([""])
+            print_table(("key", "region", "mode", "bucket", "variant", "verdict"), map(_verdict, verdicts))
         print_lines(f"{v['key'][:SHORT]}  {v['variant']}: {r}" for v in verdicts for r in v["reasons"])
     if not ok:
         raise typer.Exit(1)
@@ -210,6 +225,40 @@ def _store(store: Store, entries: list[Entry]) -> Finding:
     if unreached is not None:
         return Finding("store", "fail", f"{unreached}; of its entries this host has {usage.refs}")
     return Finding("store", "ok", f"{store.url}: {usage.refs} entries, {human_bytes(usage.bytes)}")
+
+
+def _with_taken(
+    entries: list[Entry], verdicts: list[dict[str, Any]], facts: HostFacts
+) -> list[dict[str, Any]]:
+    """The verdicts with what they are about, and which of several accepted variants of a key a worker takes."""
+    accepted: dict[str, list[Manifest]] = {}
+    for entry, found in zip(entries, verdicts, strict=True):
+        if entry.manifest is not None and found["accepted"]:
+            accepted.setdefault(entry.key, []).append(entry.manifest)
+    taken = {key: best(manifests, facts) for key, manifests in accepted.items()}
+    return [
+        found
+        | {
+            "region": None if entry.manifest is None else entry.manifest.region,
+            "mode": None if entry.manifest is None else entry.manifest.mode,
+            "bucket": None if entry.manifest is None else entry.manifest.bucket,
+            "taken": entry.manifest is not None and taken.get(entry.key) is entry.manifest,
+        }
+        for entry, found in zip(entries, verdicts, strict=True)
+    ]
+
+
+def _verdict(found: dict[str, Any]) -> tuple[str, ...]:
+    """One line of the table of verdicts."""
+    if found["mode"] is None:
+        about = ("-", "-", "-")
+    else:
+        about = (human_region(found["region"]), found["mode"], human_bucket(found["bucket"]))
+    reasons = len(found["reasons"])
+    answer = f"rejected: {reasons} reason{'' if reasons == 1 else 's'}, below"
+    if found["accepted"]:
+        answer = "accepted" if found["taken"] else "accepted; a better variant of this key is taken"
+    return (found["key"][:SHORT], *about, found["variant"], answer)
 
 
 def _summary(verdicts: list[dict[str, Any]]) -> Iterator[Finding]:

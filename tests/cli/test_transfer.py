@@ -125,10 +125,12 @@ def test_verify_sees_a_manifest_whose_key_is_not_its_own(run: Any, store: Store,
     ref = tmp_path / "store" / "refs" / manifest.key[:2] / manifest.key / f"{manifest.variant}.json"
     document = json.loads(ref.read_bytes())
     document["components"][3]["items"] = [["item", "another call"]]
-    ref.write_text(json.dumps(document))
-    done = run("verify", "--store", store.url)
-    assert done.code == 1
-    assert "its components hash to" in done.out
+    for said in ("the manifest is damaged", "its components hash to"):
+        ref.write_text(json.dumps(document))
+        done = run("verify", "--store", store.url)
+        assert done.code == 1
+        assert said in done.out
+        document.pop("sha256", None)  # somebody who changed that as well
 
 
 def spoilt(how: str) -> bytes:

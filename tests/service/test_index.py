@@ -31,7 +31,7 @@ def test_what_was_added_is_resolved_by_variant(index: Index) -> None:
     assert [(r.variant, r.digest, r.size) for r in found[first.key]] == [
         (str(m.variant), m.digest, m.size) for m in (first, second)
     ]
-    assert found[first.key][0].document == sha256(first.to_json())
+    assert found[first.key][0].document == sha256(first.document())
 
 
 def test_a_thousand_keys_are_one_statement(index: Index, database: Database) -> None:
