@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from aotcache.cli.database import DatabaseOption, opened
 from aotcache.cli.output import JsonFlag, emit_json, err, human_time, print_lines, print_table
+from aotcache.cli.quantities import duration
 from aotcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from aotcache.service.tokens import Token
-
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 token = typer.Typer(
     name="token",
@@ -25,14 +23,6 @@ token = typer.Typer(
     short_help="Create, list or revoke a service's tokens.",
     help="Who may use a service on this host: create, list and revoke tokens.",
 )
-
-
-def duration(text: str) -> timedelta:
-    """`30d` as a timedelta; units s, m, h, d and w. Raises ConfigError."""
-    match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is no length of time: expected a number and s, m, h, d or w, e.g. 30d")
-    return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 @token.command("create", short_help="Make a token and show it, once.")

@@ -32,6 +32,9 @@ host of a network file system; a lookup by name finds the new one."""
 
 _ABANDONED_SECONDS = 24 * 3600.0
 
+_TOUCH_SECONDS = 3600.0
+"""How old a file's time may be before its use is noted: what is opened all the time costs nothing."""
+
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
@@ -137,6 +140,37 @@ class FileClient:
                 return False
             raise StoreError(f"cannot delete {target}: {error.strerror}", path=str(target)) from error
         return True
+
+    def move(self, path: str, to: str, *, create: bool = False) -> bool:
+        """See `Client`."""
+        source, target = self._root / path, self._root / to
+        if way_out(source.parent, self._root) is not None:
+            return False
+        make_dirs(target.parent)
+        try:
+            _place(source, target, create=create)
+            if create:
+                # A link to it was made, or what was at the new path stays. (Otherwise it is gone, and what
+                # lies there by now is somebody's newer object.)
+                source.unlink(missing_ok=True)
+            sync_dir(target.parent)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return False
+            raise StoreError(
+                f"cannot move {source} to {target}: {error.strerror}", path=str(source)
+            ) from error
+        return True
+
+    def touch(self, path: str) -> None:
+        """Note in a file's time that it is used now, to the hour; nobody waits or fails for that."""
+        target = self._root / path
+        try:
+            if abs(time.time() - target.stat().st_mtime) > _TOUCH_SECONDS:
+                os.utime(target)
+        except OSError:
+            # It is gone, or in a place where this user may only read.
+            return
 
     def signed_url(self, path: str, seconds: float) -> str | None:
         """None: a file has no address that others can reach."""

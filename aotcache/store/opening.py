@@ -38,12 +38,12 @@ def open_store(url: str | os.PathLike[str] | None = None, *, tier: bool = True) 
     current = Settings()
     text = current.store if url is None else os.fspath(url)
     if "://" not in text:
-        return _directory(text, Path(text).expanduser().absolute(), current)
+        return _directory(Path(text).expanduser().absolute(), current, text)
     parts = split(text)
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise StoreError(f"store {shown(text)!r}: expected file:///absolute/path, with three slashes")
-        return _directory(text, Path(unquote(parts.path)), current)
+        return _directory(Path(unquote(parts.path)), current, text)
     if parts.scheme == "memory":
         return ObjectStore(text, ObstoreClient(text))
     remote: Store
@@ -68,11 +68,33 @@ def open_store(url: str | os.PathLike[str] | None = None, *, tier: bool = True) 
         return remote
     from aotcache.store.tiered import TieredStore
 
-    root = current.home / "tiers" / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
-    return TieredStore(_directory(str(root), root, current), remote, current.locks)
+    return TieredStore(_directory(_tier(remote.url, current), current), remote, current.locks)
 
 
-def _directory(text: str, root: Path, settings: Settings) -> ObjectStore:
+def directory(root: Path) -> ObjectStore:
+    """The store in a directory, which may have any name."""
+    return _directory(root, Settings())
+
+
+def tier_folder(url: str) -> Path:
+    """Where this host keeps its copies of a store elsewhere.
+
+    Raises:
+        StoreError: for an address of which none are kept.
+    """
+    remote = open_store(url, tier=False)
+    if isinstance(remote, ObjectStore) and remote.url.startswith(("file:", "memory:")):
+        raise StoreError(f"store {remote.url} is on this host: no copies are kept of it", url=remote.url)
+    return _tier(remote.url, Settings())
+
+
+def _tier(url: str, settings: Settings) -> Path:
+    return settings.home / "tiers" / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def _directory(root: Path, settings: Settings, text: str | None = None) -> ObjectStore:
     if root.exists() and not root.is_dir():
-        raise StoreError(f"store {text!r}: {root} is a file, expected a directory, or a path to make one at")
+        raise StoreError(
+            f"store {text or str(root)!r}: {root} is a file, expected a directory, or a path to make one at"
+        )
     return ObjectStore(root.as_uri(), FileClient(root, trust_shared=settings.trust_shared_store))

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from aotcache.cli.tokens import duration
 from aotcache.config import settings
 from aotcache.db.engine import Database
-from aotcache.errors import ConfigError
 from aotcache.service.index import Index
 from aotcache.service.tokens import Tokens
 from aotcache.store import open_store
@@ -150,26 +147,6 @@ def test_a_wrong_scope_makes_no_token(run: Run, empty_url: str) -> None:
     assert failed.code == 2
     assert "read, publish, build, admin" in failed.err
     assert run("token", "list", "--database", empty_url, "--json").json["tokens"] == []
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("90s", timedelta(seconds=90)),
-        ("15m", timedelta(minutes=15)),
-        ("12h", timedelta(hours=12)),
-        ("30d", timedelta(days=30)),
-        ("2w", timedelta(days=14)),
-    ],
-)
-def test_lengths_of_time(written: str, meant: timedelta) -> None:
-    assert duration(written) == meant
-
-
-@pytest.mark.parametrize("written", ["", "30", "d", "-1d", "1.5h", "30 days", "1y"])
-def test_what_is_no_length_of_time(written: str) -> None:
-    with pytest.raises(ConfigError, match="30d"):
-        duration(written)
 
 
 def test_without_the_services_packages_the_command_says_what_to_install(tmp_path: Path) -> None:
