@@ -11,7 +11,7 @@ import pwd
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -39,6 +39,10 @@ class Settings(BaseSettings):
             write to. Opening an artifact runs its code, so this trusts them all.
         trust_unsigned: Open artifacts from elsewhere that no trusted key has signed. Opening an
             artifact runs its code, so this trusts everyone who can write to the store, or to the way there.
+        recall_hours: How old what this host knows of recalls may be: hours since a store that is not its
+            own last showed its recall lists.
+        recall_stale: What happens then, or when a list has expired: "warn", or "refuse" to open
+            anything from that store.
         database: URL of the database that a service on this host keeps: `sqlite:////absolute/file.db`
             or `postgresql://...`; default `service/aotcache.db` in `home`.
         token: What the service is shown; default: the file `tokens/<host>_<port>` in `config_home`.
@@ -68,6 +72,8 @@ class Settings(BaseSettings):
     lock_seconds: float = Field(default=300.0, gt=0)
     trust_shared_store: bool = False
     trust_unsigned: bool = False
+    recall_hours: float = Field(default=168.0, gt=0)
+    recall_stale: Literal["warn", "refuse"] = "warn"
     token: SecretStr | None = None
     archive_gib: float = Field(default=8.0, gt=0)
     signed_url_seconds: float = Field(default=600.0, ge=0, le=7 * 24 * 3600)

@@ -19,9 +19,12 @@ AotcacheError
 │   ├── ManifestError         a manifest or lock file cannot be understood
 │   ├── LeaseLost             the right to build or publish an entry is gone
 │   ├── LeaseHeld             somebody else has that right now
+│   ├── RecallConflict        another recall list by the same key came first
 │   └── BadCursor             a cursor that no page of this listing handed out
 ├── DatabaseError             the service's database did not answer, or is not as it must be
 ├── RejectedArtifact          this host must not open that artifact
+│   ├── RecalledArtifact      somebody who is trusted here took it back
+│   └── DisagreesWithEager    its first call gives something else than the region's own code
 ├── ArtifactMiss              nothing covers this call (on_miss="raise")
 ├── CallRefused               a call does not fit the artifact it was meant for
 │   └── ArgumentsRefused      its arguments do not fit forward's signature; also a TypeError
@@ -122,6 +125,10 @@ class LeaseHeld(StoreError):
     """Somebody else holds the right to build or publish an entry; `details` has holder and expires_in."""
 
 
+class RecallConflict(StoreError):
+    """Another recall list by the same key came first: one that follows it has to be made."""
+
+
 class BadCursor(StoreError):
     """A cursor that no page of this listing handed out."""
 
@@ -132,6 +139,17 @@ class DatabaseError(AotcacheError):
 
 class RejectedArtifact(AotcacheError):
     """This host must not open that artifact; the message holds every reason."""
+
+
+class RecalledArtifact(RejectedArtifact):
+    """Somebody whose key is trusted here took the artifact back; the message says who and why."""
+
+
+class DisagreesWithEager(RejectedArtifact):
+    """The first call of an artifact gives something else than the region's own code (`verify="first-use"`).
+
+    `details` has `region`, `key`, `digest` and `mode`; where numbers differ `what`, `error` and `bound`.
+    """
 
 
 class ArtifactMiss(AotcacheError):

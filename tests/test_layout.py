@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "aotcache"
 
 LAYERS = (
-    {"errors", "types", "envelope", "ownership"},
+    {"errors", "types", "envelope", "ownership", "drafts"},
     {
         "archive",
         "spec",
@@ -25,6 +25,7 @@ LAYERS = (
         "trust",
         "recall",
         "recall_list",
+        "rotation",
         "config",
         "host",
         "lockfile",

@@ -20,7 +20,9 @@ from aotcache.cli import (
     database,
     doctor,
     entries,
+    gc,
     keys,
+    recall,
     record,
     serve,
     tokens,
@@ -112,6 +114,9 @@ app.command("show", short_help="Show the manifests of one key.")(entries.show)
 app.command("why", short_help="Explain a miss, or a rejected artifact.")(entries.why)
 app.command("fetch", short_help="Copy artifacts to a store or a folder.")(transfer.fetch)
 app.command("verify", short_help="Check stored artifacts; opens none.")(transfer.verify)
+app.command("recall", short_help="Take artifacts back: nobody opens them again.")(recall.recall)
+app.command("gc", short_help="Remove what a store need not hold any more.")(gc.gc)
+app.command("pin", short_help="Keep an entry whatever gc's limits say.")(gc.pin)
 app.command("keygen", short_help="Make the key that signs what this host publishes.")(keys.keygen)
 app.add_typer(keys.trust)
 app.add_typer(tokens.token)

@@ -242,8 +242,9 @@ def _of_code(report: _Report, resolver: Resolver, regions: Sequence[Region]) -> 
 
 def _best(report: _Report, resolver: Resolver, stored: Mapping[CacheKey, list[Manifest]]) -> list[Manifest]:
     found = []
+    unsure = resolver.ask_for_recalls() if any(stored.values()) else None
     for key in sorted(stored):
-        answer = resolver.choose(stored[key])
+        answer = unsure or resolver.choose(stored[key], asked=True)
         if isinstance(answer, Miss):
             report.lacks[key] = answer.reason
         else:

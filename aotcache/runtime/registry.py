@@ -19,9 +19,10 @@ from pathlib import Path
 
 from aotcache.archive import chunks, judged
 from aotcache.config import Settings
-from aotcache.errors import CorruptArtifact, RejectedArtifact, StoreError
+from aotcache.errors import CorruptArtifact, RecalledArtifact, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.ownership import first_link
+from aotcache.recall import recall_problem
 from aotcache.runtime.function import Executable
 from aotcache.runtime.openings import FirstRun, Opening, marked
 from aotcache.runtime.runner import Library, PackageRunner, Runner
@@ -48,8 +49,8 @@ def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executa
 
     Any number of threads may ask at once: one opens, the others wait for it. Two
     manifests of one archive (identical graphs under two keys) share its libraries.
-    Whether the manifest is trusted is asked before anything is fetched, and anew when
-    all lies ready to be opened: keys may have been removed while an archive came.
+    Whether the manifest is trusted, and not recalled, is asked before anything is fetched, and anew
+    when all lies ready to be opened: keys may have been removed while an archive came.
 
     Args:
         manifest: As the store gave it; the verdict is the caller's to ask.
@@ -61,10 +62,11 @@ def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executa
 
     Raises:
         CorruptArtifact: archive or members are not what the manifest says.
+        RecalledArtifact: somebody whose key is trusted took it back.
         RejectedArtifact: nobody who is trusted vouches for it, or the libraries cannot be opened here.
         StoreError: the archive cannot be fetched or unpacked.
     """
-    _require_trusted(manifest, store)
+    _require_trusted(manifest, store, home)
     mark = (manifest.digest, manifest.key)
     found = _opened.get(mark)
     if found is not None:
@@ -76,13 +78,20 @@ def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executa
         if found is not None:
             return found, False
         folder = unpack(manifest, _Fetched(store), home)
-        _require_trusted(manifest, store, opening=True)
+        _require_trusted(manifest, store, home, opening=True)
         made = _open_marked(manifest, folder, store, home)
         _opened[mark] = made
         return made, True
 
 
-def _require_trusted(manifest: Manifest, store: Store, *, opening: bool = False) -> None:
+def _require_trusted(manifest: Manifest, store: Store, home: Path, *, opening: bool = False) -> None:
+    recalled = recall_problem(manifest, home=home)
+    if recalled is not None:
+        raise RecalledArtifact(
+            f"archive {manifest.digest} of key {manifest.key} in {store.url} is not opened: {recalled}",
+            key=manifest.key,
+            digest=manifest.digest,
+        )
     if store.own and manifest.envelope is None:
         store.require_own(manifest)
         return  # the usual case, which need not read the settings

@@ -1,6 +1,6 @@
 """From a described call to an opened artifact, or the reason why there is none.
 
-Key -> stored manifests -> lock file -> trust -> verdict -> registry. Each answer is kept
+Key -> stored manifests -> lock file -> trust -> recalls -> verdict -> registry. Each answer is kept
 per key, so a miss costs one look at the store, not one a call. A store that cannot be
 reached is a miss as well: what to do about it is `on_miss`'s to say.
 """
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from aotcache import compat
 from aotcache.config import Settings
-from aotcache.errors import NotStored, ServiceUnavailable, StoreError
+from aotcache.errors import NotStored, RecalledArtifact, ServiceUnavailable, StoreError
 from aotcache.graph.region import Call, contiguous_parts
 from aotcache.key import KeyParts
+from aotcache.recall import Recalls
 from aotcache.runtime import registry
 from aotcache.runtime.stats import Stats
 from aotcache.store.circuit import circuit_for
@@ -85,6 +86,7 @@ class Resolver:
         self.allowed = allowed
         self.stats = stats
         self._answers: dict[CacheKey, Resolved | Miss] = {}
+        self._recalls = Recalls(home)
         self._known: dict[str, Manifest] = {}
         self._denied: dict[CacheKey, str] = {}
         self._held = False
@@ -143,12 +145,31 @@ class Resolver:
         chosen = self.choose(manifests)
         return chosen if isinstance(chosen, Miss) else self.open(chosen)
 
-    def choose(self, manifests: Iterable[Manifest]) -> Manifest | Miss:
-        """The best of several variants that the lock file, trust and this host allow. Fetches nothing."""
+    def ask_for_recalls(self) -> Miss | None:
+        """Learn what was recalled in the store; a miss for all that is there if that is not certain enough.
+
+        Raises:
+            ConfigError: a trusted key's file cannot be understood.
+        """
+        problem = self._recalls.check(self.store)
+        return None if problem is None else Miss(problem)
+
+    def choose(self, manifests: Iterable[Manifest], *, asked: bool = False) -> Manifest | Miss:
+        """The best of several variants that the lock file, trust, recalls and this host allow.
+
+        Fetches nothing but recall lists.
+
+        Args:
+            manifests: As the store gave them.
+            asked: The caller has called `ask_for_recalls` since then.
+        """
         manifests = list(manifests)
         if not manifests:
             return Miss(self._nothing())
         if self.allowed is not None:
+        unsure = None if asked else self.ask_for_recalls()
+        if unsure is not None:
+            return unsure
             locked = [m for m in manifests if m.digest in self.allowed]
             if not locked:
                 found = ", ".join(m.digest[:12] for m in manifests)
@@ -169,7 +190,7 @@ class Resolver:
         return f"the store could not be reached, and this host has no copy: {outage}"
 
     def _trusted(self, manifests: Iterable[Manifest]) -> tuple[list[Manifest], list[str]]:
-        """Those that may be opened as far as trust goes, and why each of the others may not."""
+        """Those that may be opened as far as trust and recalls go, and why each of the others may not."""
         own = self.store.own
         manifests = list(manifests)
         if own and all(manifest.envelope is None for manifest in manifests):
@@ -177,13 +198,19 @@ class Resolver:
         config = Settings()
         trusted: list[Manifest] = []
         problems: list[str] = []
-        for manifest in manifests:
-            problem = trust_problem(manifest, own=own, config=config, url=self.store.url)
-            if problem is None:
-                trusted.append(manifest)
-            else:
-                problems.append(f"archive {manifest.digest[:12]} is not trusted: {problem}")
-        return trusted, problems
+        if own and all(manifest.envelope is None for manifest in manifests):
+            trusted = manifests  # the usual case, which need not read the settings
+        else:
+            config = Settings()
+            for manifest in manifests:
+                problem = trust_problem(manifest, own=own, config=config, url=self.store.url)
+                if problem is None:
+                    trusted.append(manifest)
+                else:
+                    problems.append(f"archive {manifest.digest[:12]} is not trusted: {problem}")
+        recalled = [(manifest, self._recalls.problem(manifest)) for manifest in trusted]
+        problems += [problem for _, problem in recalled if problem is not None]
+        return [manifest for manifest, problem in recalled if problem is None], problems
 
     def open(self, manifest: Manifest, *, ahead: bool = False) -> Resolved | Miss:
         """Open one artifact, or find it open; a miss where its archive is out of reach.
@@ -193,6 +220,8 @@ class Resolver:
             ahead: No call is to be served by it before `swap`.
         """
         started = time.perf_counter()
+        except RecalledArtifact as error:
+            return Miss(str(error))
         try:
             executable, loaded = registry.open_artifact(manifest, self.store, self.home)
         except ServiceUnavailable as error:

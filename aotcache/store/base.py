@@ -21,13 +21,14 @@ Sizes are bytes; times are seconds since the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
+from aotcache.store.pins import Pin
 from aotcache.types import CacheKey, Digest, Mode, Variant
 
 
@@ -161,6 +162,57 @@ class Store(Protocol):
 
         Returns:
             Whether there was such a ref.
+        """
+
+    def used(self, digest: Digest) -> None:
+        """Note that an archive is used now, where the store keeps such a note. Never fails."""
+
+    def pins(self) -> Sequence[Pin]:
+        """What no collection removes. One that cannot be read pins all the same."""
+
+    def pin(self, what: str, reason: str) -> Pin:
+        """Keep a key's entries, or those with a digest, whatever a collection's limits say.
+
+        Raises:
+            StoreError: if it could not be written.
+        """
+
+    def unpin(self, what: str) -> bool:
+        """Remove a pin; whether there was one."""
+
+    def recalls(self, of: Callable[[str], bool] | None = None) -> Sequence[bytes]:
+        """The recall lists here, as they were signed; see `recall_list.py`. Whose they are nobody has checked.
+
+        Costs a service no request where a look-up has just said that nothing changed, and a bucket one.
+
+        Args:
+            of: Only those filed under a signer for which this holds (hex of the key's fingerprint).
+
+        Raises:
+            ServiceUnavailable: the store is out of reach.
+            StoreError: there are lists that cannot be read.
+        """
+
+    def put_recall(self, document: bytes, signer: str) -> None:
+        """Store a recall list; those by its signer that it covers go.
+
+        Args:
+            document: The list, signed.
+            signer: Hex of the fingerprint of the key that signed it.
+
+        Raises:
+            RecallConflict: the signer has a list with this number here, or a service with a later one.
+            ManifestError: it is no list of that signer's.
+            StoreError: it could not be stored.
+        """
+
+    def put_ref(self, manifest: Manifest, *, replace: bool = False) -> bool:
+        """The second half of `publish`: the manifest alone, where its archive is stored already.
+
+        Raises:
+            NotStored: there is no such archive.
+            CorruptArtifact: the stored one is not of the manifest's size.
+            StoreError: it could not be written.
         """
 
     def usage(self) -> Usage:

@@ -38,11 +38,15 @@ _QUERY = re.compile(r"(https?://[^\s?]*)\?\S*")
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """One object: its path in the store, bytes, and seconds since the epoch."""
+    """One object: its path in the store, bytes, and seconds since the epoch.
+
+    The tag, where the store has such a thing, is another one after every write.
+    """
 
     path: str
     size: int
     modified: float
+    tag: str = ""
 
 
 class Client(Protocol):
@@ -69,6 +73,13 @@ class Client(Protocol):
 
     def delete(self, path: str) -> bool:
         """Remove an object; whether it was there."""
+
+    def move(self, path: str, to: str, *, create: bool = False) -> bool:
+        """Give an object another path; whether it was there.
+
+        In a directory there is no moment with both or neither; in a bucket there is one with both.
+        With `create`, what is at the new path already is left alone, and the old one removed.
+        """
 
     def trusted_path(self, path: str) -> Path | None:
         """The file that is the object, if it is one on this host.
@@ -178,7 +189,10 @@ class ObstoreClient:
         found = []
         with self._typed(prefix):
             for batch in obstore.list(self._bucket, prefix):
-                found += [Info(m["path"], m["size"], m["last_modified"].timestamp()) for m in batch]
+                found += [
+                    Info(m["path"], m["size"], m["last_modified"].timestamp(), m["e_tag"] or "")
+                    for m in batch
+                ]
         yield from sorted(found, key=lambda info: info.path)
 
     def delete(self, path: str) -> bool:
@@ -193,6 +207,23 @@ class ObstoreClient:
             except FileNotFoundError:
                 return False
         return existed
+
+    def move(self, path: str, to: str, *, create: bool = False) -> bool:
+        """See `Client`. Copies within the bucket, which is no request that every bucket can make conditional."""
+        import obstore
+
+        if not create or self.head(to) is None:
+            with self._typed(path):
+                try:
+                    obstore.copy(self._bucket, path, to)
+                except FileNotFoundError:
+                    return False
+        with self._typed(path):
+            try:
+                obstore.delete(self._bucket, path)
+            except FileNotFoundError:
+                return False
+        return True
 
     def trusted_path(self, path: str) -> Path | None:
         """None: the bytes are elsewhere."""

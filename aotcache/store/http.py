@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from aotcache.errors import ManifestError, NotStored, ServiceError, StoreError
+from aotcache.errors import (
+    ManifestError,
+    NotStored,
+    RecallConflict,
+    ServiceError,
+    ServiceUnavailable,
+    StoreError,
+)
 from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
 from aotcache.store.base import Entry, Usage
 from aotcache.store.download import download
 from aotcache.store.objects import check_archive
+from aotcache.store.pins import Pin
 from aotcache.store.session import ServiceSession, session_for
 from aotcache.types import CacheKey, Digest, Mode, Variant, is_digest, printable, sha256
 
@@ -48,6 +56,8 @@ class HttpStore:
     def __init__(self, url: str, session: ServiceSession | None = None) -> None:
         self.session = session_for(url) if session is None else session
         self._sizes: dict[Digest, int] = {}
+        self._lists: tuple[str | None, Sequence[bytes]] | None = None
+        self._told: tuple[str | None] | None = None
 
     def __repr__(self) -> str:
         return f"HttpStore({self.url!r})"
@@ -93,6 +103,8 @@ class HttpStore:
             part = wanted[first : first + _KEYS]
             answer = self.session.json("POST", "/v1/resolve", body={"keys": part})
             found = _of(answer, "found", dict, self.url)
+            tag = answer.get("recalls")
+            self._told = (tag if isinstance(tag, str) else None,)
             for key in part:
                 manifests = _all_known(key, found.get(key), known or {})
                 if manifests is None:
@@ -202,6 +214,73 @@ class HttpStore:
         except NotStored:
             return False
         return _of(answer, "deleted", int, self.url) > 0
+
+    def used(self, digest: Digest) -> None:
+        """See `Store`. The service counts what it is asked for."""
+
+    def pins(self) -> Sequence[Pin]:
+        """See `Store`."""
+        answer = self.session.json("GET", "/v1/pins")
+        return [self._pin(found) for found in _of(answer, "pins", list, self.url)]
+
+    def pin(self, what: str, reason: str) -> Pin:
+        """See `Store`. Needs the scope admin."""
+        return self._pin(self.session.json("PUT", f"/v1/pins/{what}", body={"reason": reason}))
+
+    def unpin(self, what: str) -> bool:
+        """See `Store`. Needs the scope admin."""
+        return _of(self.session.json("DELETE", f"/v1/pins/{what}"), "deleted", int, self.url) > 0
+
+    def _pin(self, found: Any) -> Pin:
+        try:
+            return Pin(str(found["what"]), str(found["reason"]), float(found["at"]))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise _unlike(self.url, "/v1/pins", error) from None
+
+    def recalls(self, of: Callable[[str], bool] | None = None) -> Sequence[bytes]:
+        """See `Store`. `resolve` is told whether there are other lists than those that were read last."""
+        told, self._told = self._told, None
+        known = self._lists
+        if told is not None and told[0] is None:
+            known = (None, [])
+        elif told is None or known is None or known[0] != told[0]:
+            try:
+                known = self._read_lists()
+            except ServiceUnavailable as error:
+                if told is None:
+                    raise
+                raise StoreError(
+                    f"{self.url} says that there are other recall lists than before, and does not show them: {error}",
+                    url=self.url,
+                ) from error
+        self._lists = known
+        assert known is not None
+        return known[1]
+
+    def _read_lists(self) -> tuple[str | None, Sequence[bytes]]:
+        answer = self.session.json("GET", "/v1/recalls")
+        tag = answer.get("tag") if isinstance(answer, dict) else None
+        try:
+            documents = [
+                json.dumps(found["document"], sort_keys=True, separators=(",", ":")).encode()
+                for found in _of(answer, "recalls", list, self.url)
+            ]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise _unlike(self.url, "/v1/recalls", error) from None
+        return (tag if isinstance(tag, str) else None), documents
+
+    def put_recall(self, document: bytes, signer: str) -> None:
+        """See `Store`. Needs the scope admin; the service has to trust the signer."""
+        try:
+            self.session.json("PUT", "/v1/recalls", body=document)
+        except ServiceError as error:
+            if error.details.get("type") != "conflict":
+                raise
+            raise RecallConflict(str(error), **error.details) from error
+
+    def put_ref(self, manifest: Manifest, *, replace: bool = False) -> bool:
+        """See `Store`. To replace needs the scope admin."""
+        return bool(_of(self._enter(manifest, replace, None), "stored", bool, self.url))
 
     def usage(self) -> Usage:
         """See `Store`."""

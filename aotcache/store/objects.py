@@ -7,24 +7,24 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from aotcache.errors import CorruptArtifact, ManifestError, NotStored, StoreError
 from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
+from aotcache.store import layout
 from aotcache.store.base import Entry, Usage
 from aotcache.store.clients import CHUNK, Client, Info
 from aotcache.store.files import FileClient
 from aotcache.store.local import make_dirs
-from aotcache.types import CacheKey, Digest, Mode, Variant, is_digest
+from aotcache.store.pins import Pin, read_pin
+from aotcache.store.recalls import RecallObjects
+from aotcache.types import CacheKey, Digest, Mode, Variant
 
 logger = logging.getLogger(__name__)
 
-ORIGIN = "origin"
-"""Name of the file in a directory of copies: the address of the store that they are from."""
-
-_LARGEST_DOCUMENT = 16 << 20
+LARGEST_DOCUMENT = 16 << 20
 """Bytes of a ref, which is read into memory; whoever can write to a bucket can put any there."""
 
 _COMPARED = 200
@@ -41,6 +41,7 @@ class ObjectStore:
     def __init__(self, url: str, client: Client) -> None:
         self._url = url
         self._client = client
+        self._recalls = RecallObjects(url, client)
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._url!r})"
@@ -54,12 +55,12 @@ class ObjectStore:
     def own(self) -> bool:
         """See `Store`. A directory with a file `origin` holds copies from there."""
         if isinstance(self._client, FileClient):
-            return self._client.head(ORIGIN) is None
+            return self._client.head(layout.ORIGIN) is None
         return self._url.startswith("memory:")
 
     def require_own(self, manifest: Manifest) -> None:
         """See `Store`. Looks at the ref's file and the folders above it."""
-        self._client.trusted_path(_ref_path(manifest.key, str(manifest.variant)))
+        self._client.trusted_path(layout.ref(manifest.key, str(manifest.variant)))
 
     def lookup(self, key: CacheKey) -> list[Manifest]:
         """See `Store`."""
@@ -68,7 +69,7 @@ class ObjectStore:
             if entry.usable is not None:
                 found.append(entry.usable)
             else:
-                where = _ref_path(key, entry.variant)
+                where = layout.ref(key, entry.variant)
                 logger.warning("%s: %s is taken for a miss: %s", self._url, where, entry.problem)
         return found
 
@@ -79,7 +80,7 @@ class ObjectStore:
     def publish(self, manifest: Manifest, archive: Path, *, replace: bool = False) -> bool:
         """See `Store`."""
         check_archive(manifest, archive)
-        ref = _ref_path(manifest.key, str(manifest.variant))
+        ref = layout.ref(manifest.key, str(manifest.variant))
         if not replace:
             entry = self.entry(manifest.key, manifest.variant)
             if entry is not None and entry.problem is None:
@@ -88,16 +89,19 @@ class ObjectStore:
             # archive is put, which may be the very one that the ref lacked.
             replace = entry is not None
         self._put_blob(manifest.digest, archive)
-        return self._client.put(ref, manifest.document(), create=not replace)
+        stored = self._client.put(ref, manifest.document(), create=not replace)
+        if stored and not self._claim(manifest.digest):
+            self._put_blob(manifest.digest, archive)
+        return stored
 
     def variants(self, key: CacheKey) -> Iterator[Entry]:
         """See `Store`."""
-        found = (self._entry(ref) for ref in self._client.list(_ref_folder(key)))
+        found = (self._entry(ref) for ref in self._client.list(layout.refs_of(key)))
         return (entry for entry in found if entry is not None)
 
     def entry(self, key: CacheKey, variant: Variant | str) -> Entry | None:
         """One ref, also one that is a miss; None if there is none."""
-        there = self._client.head(_ref_path(key, str(variant)))
+        there = self._client.head(layout.ref(key, str(variant)))
         return None if there is None else self._entry(there)
 
     def put_ref(self, manifest: Manifest, *, replace: bool = False) -> bool:
@@ -129,8 +133,52 @@ class ObjectStore:
             if entry is not None and entry.problem is None:
                 return False
             replace = entry is not None
-        path = _ref_path(manifest.key, str(manifest.variant))
-        return self._client.put(path, manifest.document(), create=not replace)
+        path = layout.ref(manifest.key, str(manifest.variant))
+        stored = self._client.put(path, manifest.document(), create=not replace)
+        if stored and not self._claim(manifest.digest):
+            raise NotStored(
+                f"archive {manifest.digest} was collected from {self._url} a moment ago; store it again",
+                digest=manifest.digest,
+            )
+        return stored
+
+    def _claim(self, digest: Digest) -> bool:
+        """Say that a ref which was put just now names an archive; whether that is there still.
+
+        A collection that saw no such ref may be removing it: see `store/collect.py`. Without its marker
+        it does not, or puts back what it took; what it took before that is seen to be gone here.
+        """
+        mark = layout.mark(digest)
+        if self._client.head(mark) is not None:
+            self._client.delete(mark)
+        # Opened: what a network file system says of a file may be seconds old, until it is opened.
+        first = self._client.chunks(layout.blob(digest), 0, 1)
+        return first is not None and sum(map(len, first)) >= 0
+
+    def used(self, digest: Digest) -> None:
+        """See `Store`. The time of the archive's file; a bucket only knows when it was written."""
+        if isinstance(self._client, FileClient):
+            self._client.touch(layout.blob(digest))
+
+    def pins(self) -> Sequence[Pin]:
+        """See `Store`."""
+        found = ((layout.pinned(info.path), info) for info in self._client.list(layout.PINS))
+        return [read_pin(what, self._client.get(info.path)) for what, info in found if what is not None]
+
+    def pin(self, what: str, reason: str) -> Pin:
+        """See `Store`."""
+        made = Pin(what, reason, time.time())
+        self._client.put(layout.pin(what), made.to_json(), create=False)
+        return made
+
+    def unpin(self, what: str) -> bool:
+        """See `Store`."""
+        return self._client.delete(layout.pin(what))
+
+    @property
+    def client(self) -> Client:
+        """What keeps the objects, for `store/collect.py`."""
+        return self._client
 
     @property
     def drafts(self) -> Path | None:
@@ -139,32 +187,32 @@ class ObjectStore:
 
     def mark_origin(self, url: str) -> None:
         """Say that what lies here are copies from the store at `url`; the first word stands."""
-        if self._client.head(ORIGIN) is None:
-            self._client.put(ORIGIN, url.encode() + b"\n", create=True)
+        if self._client.head(layout.ORIGIN) is None:
+            self._client.put(layout.ORIGIN, url.encode() + b"\n", create=True)
 
     def put_blob(self, digest: Digest, archive: Path) -> None:
         """The first half of `publish`: an archive that the caller has hashed.
 
         The file is the store's from here on: one that lies in `drafts` is moved, not copied.
         """
-        self._client.put(_blob_path(digest), archive, create=False, consume=True)
+        self._client.put(layout.blob(digest), archive, create=False, consume=True)
 
     def blob_size(self, digest: Digest) -> int | None:
         """Bytes of a stored archive, by what the store says of it; None if there is none."""
-        found = self._client.head(_blob_path(digest))
+        found = self._client.head(layout.blob(digest))
         return None if found is None else found.size
 
     def blob_chunks(self, digest: Digest, start: int, stop: int) -> Iterator[bytes] | None:
         """A part of an archive as it is stored, unchecked; None if there is none."""
-        return self._client.chunks(_blob_path(digest), start, stop)
+        return self._client.chunks(layout.blob(digest), start, stop)
 
     def blob_url(self, digest: Digest, seconds: float) -> str | None:
         """An address in the bucket that anybody can GET the archive at; None if the store is no bucket."""
-        return self._client.signed_url(_blob_path(digest), seconds)
+        return self._client.signed_url(layout.blob(digest), seconds)
 
     def fetch(self, digest: Digest, dest: Path) -> None:
         """See `Store`."""
-        path = _blob_path(digest)
+        path = layout.blob(digest)
         self._client.trusted_path(path)
         make_dirs(dest.parent)
         draft = dest.with_name(f".{dest.name}.{uuid.uuid4().hex}")
@@ -178,7 +226,7 @@ class ObjectStore:
 
     def blob_path(self, digest: Digest) -> Path | None:
         """See `Store`."""
-        path = self._client.trusted_path(_blob_path(digest))
+        path = self._client.trusted_path(layout.blob(digest))
         if path is not None:
             self._read_checked(digest, None)
         return path
@@ -218,11 +266,19 @@ class ObjectStore:
 
     def delete_ref(self, key: CacheKey, variant: Variant | str) -> bool:
         """The first half of `delete`: the ref alone; whether it was there."""
-        return self._client.delete(_ref_path(key, str(variant)))
+        return self._client.delete(layout.ref(key, str(variant)))
 
     def delete_blob(self, digest: Digest) -> None:
         """The second half of `delete`: an archive that the caller knows no entry to name."""
-        self._client.delete(_blob_path(digest))
+        self._client.delete(layout.blob(digest))
+
+    def recalls(self, of: Callable[[str], bool] | None = None) -> Sequence[bytes]:
+        """See `Store`."""
+        return self._recalls.read(of)
+
+    def put_recall(self, document: bytes, signer: str) -> None:
+        """See `Store`."""
+        self._recalls.put(document, signer)
 
     def usage(self) -> Usage:
         """See `Store`."""
@@ -232,13 +288,12 @@ class ObjectStore:
 
     def _entry(self, ref: Info) -> Entry | None:
         """What one ref says; None if it vanished meanwhile or is no ref."""
-        _, _, rest = ref.path.partition("refs/")
-        parts = rest.split("/")
-        if len(parts) != 3 or not is_digest(parts[1]) or not parts[2].endswith(".json"):
+        named = layout.entry_of(ref.path)
+        if named is None:
             return None
-        key, variant = CacheKey(parts[1]), parts[2].removesuffix(".json")
-        if ref.size > _LARGEST_DOCUMENT:
-            why = f"its manifest has {ref.size} bytes, expected at most {_LARGEST_DOCUMENT}"
+        key, variant = named
+        if ref.size > LARGEST_DOCUMENT:
+            why = f"its manifest has {ref.size} bytes, expected at most {LARGEST_DOCUMENT}"
             return Entry(key, variant, None, None, ref.modified, why)
         data = self._client.get(ref.path)
         if data is None:
@@ -250,7 +305,7 @@ class ObjectStore:
         problem: str | None = None
         if (manifest.key, str(manifest.variant)) != (key, variant):
             problem = f"it is filed under another name than its own, {manifest.key}/{manifest.variant}"
-        blob = self._late_head(_blob_path(manifest.digest))
+        blob = self._late_head(layout.blob(manifest.digest))
         if blob is None:
             problem = problem or f"its archive {manifest.digest} is gone"
         return Entry(key, variant, manifest, blob.size if blob else None, ref.modified, problem)
@@ -265,7 +320,7 @@ class ObjectStore:
         return found
 
     def _put_blob(self, digest: Digest, archive: Path) -> None:
-        path = _blob_path(digest)
+        path = layout.blob(digest)
         chunks = self._client.chunks(path)
         if chunks is not None and _digest(chunks)[0] == digest:
             return
@@ -274,7 +329,7 @@ class ObjectStore:
 
     def _read_checked(self, digest: Digest, draft: Path | None) -> None:
         """Read a blob, into a file or for the check alone; twice if it does not match."""
-        path = _blob_path(digest)
+        path = layout.blob(digest)
         found: Digest | None = None
         for _ in range(2):
             chunks = self._client.chunks(path)
@@ -318,20 +373,6 @@ def check_archive(manifest: Manifest, archive: Path) -> None:
 def _code(manifest: Manifest) -> Digest | None:
     part = manifest.component("code")
     return None if part is None else part.digest
-
-
-def _ref_folder(key: CacheKey) -> str:
-    return f"refs/{key[:2]}/{key}"
-
-
-def _ref_path(key: CacheKey, variant: str) -> str:
-    return f"{_ref_folder(key)}/{variant}.json"
-
-
-def _blob_path(digest: Digest) -> str:
-    if not is_digest(digest):
-        raise NotStored(f"{digest!r} is not a digest: expected 64 lower-case hex characters")
-    return f"blobs/{digest[:2]}/{digest}"
 
 
 def _digest(chunks: Iterable[bytes], draft: Path | None = None) -> tuple[Digest, int]:

@@ -17,6 +17,7 @@ from aotcache.store.circuit import circuit_for
 from aotcache.store.http import HttpStore
 from aotcache.store.local import make_dirs, once
 from aotcache.store.objects import ObjectStore
+from aotcache.store.pins import Pin
 from aotcache.trust import trust_problem
 from aotcache.types import CacheKey, Digest, Mode, Variant, sha256
 
@@ -159,6 +160,39 @@ class TieredStore:
         there = self.remote.delete(key, variant)
         here = self.local.delete(key, variant)
         return there or here
+
+    def used(self, digest: Digest) -> None:
+        """See `Store`. Of the copy; a service counts what it is asked for by itself."""
+        self.local.used(digest)
+
+    def pins(self) -> Sequence[Pin]:
+        """See `Store`: the remote one's. Copies can be fetched again, no pin keeps them."""
+        return self.remote.pins()
+
+    def pin(self, what: str, reason: str) -> Pin:
+        """See `Store`."""
+        return self.remote.pin(what, reason)
+
+    def unpin(self, what: str) -> bool:
+        """See `Store`."""
+        return self.remote.unpin(what)
+
+    def recalls(self, of: Callable[[str], bool] | None = None) -> Sequence[bytes]:
+        """See `Store`. The remote store's alone: what they say, `Recalls` keeps for all of this host."""
+        found = self._reachable(lambda: self.remote.recalls(of))
+        if found is None:
+            raise ServiceUnavailable(
+                f"{self.url} is out of reach, its recall lists are not known", url=self.url
+            )
+        return found
+
+    def put_recall(self, document: bytes, signer: str) -> None:
+        """See `Store`. To the remote store."""
+        self.remote.put_recall(document, signer)
+
+    def put_ref(self, manifest: Manifest, *, replace: bool = False) -> bool:
+        """See `Store`. To the remote store; the copy follows when it is looked up."""
+        return self.remote.put_ref(manifest, replace=replace)
 
     def usage(self) -> Usage:
         """See `Store`; of the copies while the remote store is out of reach."""

@@ -1,0 +1,98 @@
+"""This user's signing keys: the one in use and, while it is being replaced, the one before it.
+
+Between `rotate` and `retire` all that is published is signed by both, so that hosts may learn to trust the
+new key one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from aotcache.config import Settings
+from aotcache.errors import ConfigError
+from aotcache.manifest import Manifest
+from aotcache.trust import SigningKey, sign, signing_key_path, trusted_keys
+
+
+def previous_key_path(config: Settings) -> Path:
+    """Where the key before this user's signing key is, while both sign."""
+    return config.config_home / "signing.previous.pem"
+
+
+def signing_keys(config: Settings) -> list[SigningKey]:
+    """The keys that this user signs with, the one in use first.
+
+    Raises:
+        ConfigError: there is none, or one cannot be read.
+    """
+    keys = [SigningKey.load(signing_key_path(config))]
+    path = previous_key_path(config)
+    if path.exists():
+        keys.append(SigningKey.load(path))
+    return keys if len({key.public for key in keys}) == len(keys) else keys[:1]
+
+
+def sign_with(manifest: Manifest, keys: list[SigningKey]) -> Manifest:
+    """The manifest with the signatures of all these keys."""
+    for key in keys:
+        manifest = sign(manifest, key)
+    return manifest
+
+
+def rotate(config: Settings, name: str) -> SigningKey:
+    """Make a new signing key, trust it here, and keep the one in use beside it.
+
+    Killed at any moment, there is one key in use, which is trusted here; before the new one is, `rotate` can
+    be run again.
+
+    Args:
+        config: Where keys are.
+        name: What to call the new one in lists.
+
+    Raises:
+        ConfigError: there is no key yet, or the one before it is still kept.
+    """
+    path, kept = signing_key_path(config), previous_key_path(config)
+    current = SigningKey.load(path)
+    if kept.exists() and SigningKey.load(kept).public != current.public:
+        raise ConfigError(
+            f"{kept} is there already: the last rotation is not over. When every host trusts "
+            f"{current.public.fingerprint}: aotcache keygen --retire",
+            path=str(kept),
+        )
+    made = SigningKey.generate()
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        draft.unlink(missing_ok=True)
+        made.save(draft)
+        trusted_keys(config).add(made.public, name)
+        if not kept.exists():
+            current.save(kept)
+        os.replace(draft, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", path=str(path)) from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return made
+
+
+def retire(config: Settings) -> SigningKey:
+    """Drop the key before the one in use; it, once more.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    SigningKey.load(signing_key_path(config))
+    kept = previous_key_path(config)
+    if not kept.exists():
+        raise ConfigError(f"no key is being replaced: there is no {kept}; aotcache keygen --rotate begins it")
+    gone = SigningKey.load(kept)
+    try:
+        kept.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot remove {kept}: {error.strerror}", path=str(kept)) from error
+    return gone
+
+
+__all__ = ["previous_key_path", "retire", "rotate", "sign_with", "signing_keys"]
