@@ -22,6 +22,7 @@ from aotcache.graph.region import Call, contiguous_parts
 from aotcache.key import KeyParts
 from aotcache.recall import Recalls
 from aotcache.runtime import registry
+from aotcache.runtime.openings import deaths_of
 from aotcache.runtime.stats import Stats
 from aotcache.store.circuit import circuit_for
 from aotcache.trust import trust_problem
@@ -85,8 +86,8 @@ class Resolver:
         self.facts = facts
         self.allowed = allowed
         self.stats = stats
-        self._answers: dict[CacheKey, Resolved | Miss] = {}
         self._recalls = Recalls(home)
+        self._answers: dict[CacheKey, Resolved | Miss] = {}
         self._known: dict[str, Manifest] = {}
         self._denied: dict[CacheKey, str] = {}
         self._held = False
@@ -166,10 +167,10 @@ class Resolver:
         manifests = list(manifests)
         if not manifests:
             return Miss(self._nothing())
-        if self.allowed is not None:
         unsure = None if asked else self.ask_for_recalls()
         if unsure is not None:
             return unsure
+        if self.allowed is not None:
             locked = [m for m in manifests if m.digest in self.allowed]
             if not locked:
                 found = ", ".join(m.digest[:12] for m in manifests)
@@ -193,9 +194,6 @@ class Resolver:
         """Those that may be opened as far as trust and recalls go, and why each of the others may not."""
         own = self.store.own
         manifests = list(manifests)
-        if own and all(manifest.envelope is None for manifest in manifests):
-            return manifests, []  # the usual case, which need not read the settings
-        config = Settings()
         trusted: list[Manifest] = []
         problems: list[str] = []
         if own and all(manifest.envelope is None for manifest in manifests):
@@ -220,10 +218,10 @@ class Resolver:
             ahead: No call is to be served by it before `swap`.
         """
         started = time.perf_counter()
-        except RecalledArtifact as error:
-            return Miss(str(error))
         try:
             executable, loaded = registry.open_artifact(manifest, self.store, self.home)
+        except RecalledArtifact as error:
+            return Miss(str(error))
         except ServiceUnavailable as error:
             return Miss(f"archive {manifest.digest} cannot be fetched: {error}")
         except NotStored as error:
@@ -232,6 +230,9 @@ class Resolver:
             return Miss(f"archive {manifest.digest} is gone from there: {error}")
         if loaded:
             self.stats.loaded(manifest.region, time.perf_counter() - started, manifest.size, manifest.runner)
+        deaths = deaths_of(self.home, manifest.digest)
+        if deaths is not None:
+            self.stats.died(manifest.digest, deaths.count)
         if not ahead:
             self.know([manifest])
         return Resolved(executable)

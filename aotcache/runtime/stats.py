@@ -20,6 +20,8 @@ class Stats:
         self._seconds = 0.0
         self._runners: dict[str, str] = {}
         self._requests = (0, 0, 0)
+        self._verified = 0
+        self._deaths: dict[str, int] = {}
 
     def hit(self, region: str) -> None:
         """A call was run by an artifact."""
@@ -53,6 +55,16 @@ class Stats:
             self._bytes[region] += size
             self._runners[region] = runner
 
+    def verified(self) -> None:
+        """The first call of an artifact was compared with eager, and agreed."""
+        with self._lock:
+            self._verified += 1
+
+    def died(self, digest: str, count: int) -> None:
+        """So many processes of this host are known to have died with an archive that is in use."""
+        with self._lock:
+            self._deaths[digest] = count
+
     def requests(self, requested: int, pending: int, failed: int) -> None:
         """How many keys were asked of the service so far, are on their way, and cannot be had."""
         with self._lock:
@@ -76,6 +88,8 @@ class Stats:
                 "requested": self._requests[0],
                 "pending": self._requests[1],
                 "failed": self._requests[2],
+                "verified": self._verified,
+                "deaths": sum(self._deaths.values()),
                 "regions": {
                     name: {
                         "hits": hits[name],
