@@ -343,8 +343,8 @@ class Manifest:
             found = json.loads(data)
             if isinstance(found, dict) and "sha256" in found:
                 raise ManifestError(
-                    f"{where}: the manifest is damaged: its sha256 is not at its end, where it was written; delete it "
-                    "and warm again"
+                    f"{where}: the manifest is damaged: its sha256 is not at its end, where it was written; "
+                    "delete it and warm again"
                 )
             schema = found.get("schema") if isinstance(found, dict) else None
             if schema not in _READABLE:

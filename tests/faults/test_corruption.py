@@ -1,0 +1,28 @@
+"""A thousand random corruptions of stored entries; `python -m tests.faults --corruptions 10000` makes more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults import corruption
+from tests.runtime import artifacts
+
+
+@pytest.fixture(scope="session")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> corruption.Counts:
+    return corruption.run(1000, 1, made=artifacts.pair(tmp_path_factory))
+
+
+@pytest.mark.slow
+def test_what_is_opened_after_a_corruption_is_what_was_published(counts: corruption.Counts) -> None:
+    assert counts.problems == []
+    assert counts.rounds == 1000
+    assert (counts.total("wrong"), counts.total("unhandled")) == (0, 0)
+
+
+def test_every_kind_was_made_and_the_control_opens(counts: corruption.Counts) -> None:
+    assert set(counts.kinds) == set(corruption.KINDS)
+    assert set(counts.kinds["nothing"]) == {"opened"}
+    assert set(counts.kinds["unpacked: changed since"]) == {"opened"}  # made anew, without anybody's help
+    assert counts.total("refused") > 50
+    assert counts.total("missed") > 300
