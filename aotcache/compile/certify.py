@@ -34,17 +34,7 @@ from aotcache.graph.strides import canonical_strides
 from aotcache.manifest import Certificate, Manifest, Measurement
 from aotcache.runtime.dense import dense_attention
 from aotcache.runtime.function import Executable
-
-_NOISE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Relative error that is never held against an artifact, by dtype: some hundred roundings in
-float32, two to four in half precision."""
-
-_GRADIENT_FACTOR = 10.0
-"""Gradients add up over the batch and the sequence; their noise is larger than the outputs'."""
-
-_SMALL = 1e-2
-"""A gradient below this share of the largest one is measured against this share: a true gradient
-of zero, like that of a bias before batch normalisation, has no relative error."""
+from aotcache.runtime.tolerance import GRADIENT_FACTOR, NOISE, SMALL
 
 _OTHER_NUMBERS = 0.25
 """An error of eager beyond which it and its float64 reference are taken to have drawn other numbers."""
@@ -101,7 +91,7 @@ def certify(
         _require_same_effects(call, eager, ours)
         measured += _compare(call, runs, reference, eager, ours)
     measured.sort(key=lambda m: m.artifact, reverse=True)
-    return Certificate(len(calls), _NOISE[torch.float32], tuple(measured[:_WORST]))
+    return Certificate(len(calls), NOISE[torch.float32], tuple(measured[:_WORST]))
 
 
 def _values(call: Call, first: Call, index: int) -> list[torch.Tensor]:
@@ -319,7 +309,7 @@ def _compare(call: Call, runs: _Runs, reference: Results, eager: Results, ours: 
             continue
         assert low_g is not None
         measured.append(
-            _measure(name, what, want_g, low_g, got_g, floor=_SMALL * largest, factor=_GRADIENT_FACTOR)
+            _measure(name, what, want_g, low_g, got_g, floor=SMALL * largest, factor=GRADIENT_FACTOR)
         )
     return measured
 
@@ -357,7 +347,7 @@ def _measure(
     scale = max(float(want[finite].abs().max()) if bool(finite.any()) else 0.0, floor, 1e-30)
     error = float((got.double() - want)[finite].abs().max()) / scale if bool(finite.any()) else 0.0
     eager_error = float((low.double() - want)[finite].abs().max()) / scale if bool(finite.any()) else 0.0
-    bound = max(2 * eager_error, _NOISE.get(got.dtype, 1e-5) * factor)
+    bound = max(2 * eager_error, NOISE.get(got.dtype, 1e-5) * factor)
     if not error <= bound:
         raise CertificateFailed(
             f"region {region!r}: {what} differs from float64 eager by {error:.2e} of its largest entry; "

@@ -1,18 +1,15 @@
 """The loader hook: `attach` puts compiled artifacts behind a drafter's regions.
 
-`forward` is replaced on the instance by a bound method, so that `__call__`, hooks,
-DDP, FSDP2 and checkpoint wrappers see what they always see, and so that a deep copy
-of an attached model is attached to its own weights. Pickling drops the attachment.
+What is attached opens artifacts as they are called, or ahead of that by `prefetch`; how a
+call is run is `attachment.py`'s.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,25 +18,24 @@ from torch import nn
 
 from aotcache import host
 from aotcache.config import Settings
-from aotcache.errors import ArtifactMiss, CallRefused, ConfigError, Unfingerprintable, UnsupportedGraph
-from aotcache.graph import ambient
+from aotcache.errors import ConfigError
 from aotcache.graph.capture import find_regions
 from aotcache.graph.functions import function_regions
-from aotcache.graph.region import Call, Region
+from aotcache.graph.region import Region
 from aotcache.graph.structure import ATTACHED
 from aotcache.lockfile import LockedCell, lock_path, read_lock
 from aotcache.recorded import output_path
 from aotcache.runtime import prefetch as prefetching
 from aotcache.runtime import request as requesting
 from aotcache.runtime import tripwire
-from aotcache.runtime.dense import eager_without_tracing
-from aotcache.runtime.dispatch import Records, make_record
+from aotcache.runtime.attachment import Attachment, forward
+from aotcache.runtime.dispatch import Records
 from aotcache.runtime.flex import add_handle, remove_handle
-from aotcache.runtime.resolve import Resolved, Resolver, explain, lasting, warm_line
+from aotcache.runtime.openings import look_back
+from aotcache.runtime.resolve import Resolver, lasting, warm_line
 from aotcache.runtime.stats import Stats
 from aotcache.spec import CompileOptions, Spec, load_spec
 from aotcache.store import open_store
-from aotcache.types import Miss
 
 if TYPE_CHECKING:
     from aotcache.runtime.prefetch import Group
@@ -47,160 +43,7 @@ if TYPE_CHECKING:
     from aotcache.runtime.request import Requests
     from aotcache.store.base import Store
 
-logger = logging.getLogger(__name__)
-
 OnMiss = Literal["raise", "eager", "record", "request"]
-
-_GRAD_MODE = frozenset(
-    {"grad_fn", "is_grad_enabled", "is_inference", "is_inference_mode_enabled", "is_leaf", "requires_grad"}
-)
-"""Code that asks this may compute something else where gradients are made."""
-
-_CALL = nn.Module._call_impl.__code__  # private torch name, tried on 2.13.0
-"""What calls a module's `forward` when the module is called."""
-
-
-class Attachment:
-    """What an attached module carries in its `__dict__`: how its calls are run."""
-
-    def __init__(self, name: str, module: nn.Module, original: Callable[..., Any], handle: Handle) -> None:
-        self.name = name
-        self.module = module
-        self.handle = handle
-        self.region = Region(name, module, handle.options, original)
-        self.records = Records()
-        handle.remember(self)
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """What the module ran before, or runs now that its class was patched."""
-        return self.region.current_forward()
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call."""
-        if ambient.foreign_mode() is None:
-            found = self.records.find(args, kwargs)
-            if found is not None:
-                record, tensors = found
-                self.handle.counters.hit(self.name)
-                return record.execute(tensors)
-        return self._describe_and_run(args, kwargs)
-
-    def _describe_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.handle.recorder is not None:
-            self.handle.recorder.region(self.region, args, kwargs)
-            return self._eager(args, kwargs)
-        mode = ambient.foreign_mode()
-        if mode is not None:
-            refusal = CallRefused(
-                f"region {self.name!r} is called under {mode}, which wants to see every operator; "
-                "an artifact has none to show. Leave it, or call the region outside of it",
-                region=self.name,
-            )
-            return self._missed(args, kwargs, str(refusal), refusal)
-        try:
-            call = self.region.describe(args, kwargs)
-        except (CallRefused, Unfingerprintable, UnsupportedGraph) as refusal:
-            return self._missed(args, kwargs, str(refusal), refusal)
-        answer = self.handle.resolver.resolve(call)
-        if isinstance(answer, Miss):
-            answer = self._in_training(call, args, kwargs) or answer
-        if isinstance(answer, Miss):
-            if self.handle.requests is not None:
-                self.handle.requests.want(call)
-            if self.handle.runs_eagerly:
-                return self._missed(args, kwargs, answer.reason, None)
-            self.handle.counters.miss(self.name)
-            raise ArtifactMiss(
-                explain(call, answer.reason, self.handle.resolver.store, self.handle.way_out()),
-                key=call.parts.key,
-                region=self.name,
-            )
-        try:
-            record = make_record(call, answer.executable)
-        except CallRefused as refusal:
-            return self._missed(args, kwargs, str(refusal), refusal)
-        self.records.add(record)
-        self.handle.counters.served(self.name, answer.executable.manifest.runner)
-        self.handle.counters.hit(self.name)
-        return record.execute(call.tensors)
-
-    def _in_training(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Resolved | None:
-        """The artifact of the same call with gradients, whose forward alone serves one without.
-
-        Checkpointing of the reentrant kind makes such calls: in training, but under no_grad.
-        """
-        if call.mode == "train" or not call.reads.names.isdisjoint(_GRAD_MODE):
-            return None
-        with torch.enable_grad():
-            other = self.region.describe(args, kwargs)
-        answer = self.handle.resolver.resolve(other) if other.mode == "train" else None
-        return answer if isinstance(answer, Resolved) else None
-
-    def _missed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, error: Exception | None
-    ) -> Any:
-        self.handle.counters.miss(self.name)
-        if not self.handle.runs_eagerly:
-            assert error is not None
-            raise error
-        if self.handle.first_time(self.name, reason):
-            logger.warning("region %r runs eagerly: %s", self.name, reason)
-        return self._eager(args, kwargs)
-
-    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.handle.counters.eager(self.name)
-        with eager_without_tracing():
-            return self.original(*args, **kwargs)
-
-    def rebound(self, module: nn.Module) -> Attachment:
-        """The same attachment for a copy of the module."""
-        original = self.original
-        if isinstance(original, types.MethodType) and original.__self__ is self.module:
-            original = types.MethodType(original.__func__, module)
-        return Attachment(self.name, module, original, self.handle)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        module = memo.get(id(self.module))
-        return self if module is None else self.rebound(module)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_nothing, ())
-
-
-def _nothing() -> None:
-    """What an attachment becomes in a pickle."""
-
-
-def _references(holder: dict[str, Any]) -> int:
-    attachment = holder.get(ATTACHED)
-    return sys.getrefcount(attachment)
-
-
-_ALONE = _references({ATTACHED: object()})
-"""References to an attachment, as `forward` counts them, that one module's dictionary alone holds.
-
-Counting them costs a tenth of asking who called, which is done where there are more."""
-
-
-def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """The bound method that stands in an attached module's place of `forward`."""
-    attachment: Attachment | None = self.__dict__.get(ATTACHED)
-    if sys.getrefcount(attachment) > _ALONE:
-        caller = sys._getframe(1)
-        if caller.f_code is _CALL:
-            called = caller.f_locals["self"]
-            if called is not self and called.__dict__.get(ATTACHED) is attachment:
-                # A copy of the dictionary (copy.copy, replicas of DataParallel) brought this method along,
-                # bound to the module that was copied, whose weights are others.
-                self = called
-                self.__dict__["forward"] = types.MethodType(forward, self)
-    if attachment is None:
-        # Detached since the caller took hold of this method.
-        return type(self).forward(self, *args, **kwargs)
-    if attachment.module is not self:
-        attachment = self.__dict__[ATTACHED] = attachment.rebound(self)
-    return attachment.call(args, kwargs)
 
 
 class Handle:
@@ -224,8 +67,10 @@ class Handle:
         wire: tripwire.Tripwire | None,
         recorder: Recorder | None = None,
         requests: Requests | None = None,
+        verifies: bool = False,
     ) -> None:
         self.resolver = resolver
+        self.verifies = verifies
         self.recorder = recorder
         self.requests = requests
         self.options = options
@@ -247,6 +92,7 @@ class Handle:
             for name, region in function_regions(options).items()
         }
         self.attached = False
+        look_back(resolver.home, resolver.store)
 
     def enter(self) -> Handle:
         """From now on, the calling thread's calls of `aotcache.flex` are this handle's."""
@@ -279,8 +125,9 @@ class Handle:
         return f'add "infer" to the spec\'s modes, then {self.warm_line}'
 
     def stats(self) -> dict[str, Any]:
-        """Counters since `attach`: hits, misses, loads, load seconds, eager calls, bytes, per
-        region and in total, and the traces that the tripwire saw. A copy."""
+        """Counters since `attach`: hits, misses, loads, load seconds, eager calls, bytes, per region
+        and in total, the traces that the tripwire saw, and the deaths of processes of this host that
+        opened or first ran one of the archives in use. A copy."""
         return self.counters.snapshot(traces=self._wire.receipt.total if self._wire is not None else 0)
 
     def prefetch(self, *, group: Group | None = None) -> dict[str, Any]:
@@ -301,6 +148,7 @@ class Handle:
             ConfigError: this rank is not in the group.
             AotcacheError: in a group, what failed on any rank.
         """
+        look_back(self.resolver.home, self.resolver.store)
         if self.recorder is not None:
             if group is not None:
                 prefetching.agree_to_record(group, self.resolver.store.url)
@@ -389,6 +237,7 @@ def attach(
     on_miss: OnMiss = "raise",
     lock: str | Path | None = None,
     forbid_tracing: Literal["process", "thread"] | None = "process",
+    verify: Literal["first-use"] | None = None,
 ) -> Handle:
     """Run a drafter's regions from compiled artifacts. Nothing is traced, ever.
 
@@ -405,6 +254,8 @@ def attach(
             `prefetch` when it lies beside the spec; it restricts only when named here.
         forbid_tracing: Where an attempt to trace raises TracingForbidden until
             `detach`: in the whole "process", in the calling "thread", or nowhere (None).
+        verify: "first-use": compare the first call of each artifact, gradients included, with the
+            region's own code run eagerly on the same values; see `runtime/first_use.py`.
 
     Returns:
         The handle; also a context manager that detaches.
@@ -417,6 +268,8 @@ def attach(
         raise ConfigError(f"on_miss is {on_miss!r}, expected 'raise', 'eager', 'record' or 'request'")
     if forbid_tracing not in ("process", "thread", None):
         raise ConfigError(f"forbid_tracing is {forbid_tracing!r}, expected 'process', 'thread' or None")
+    if verify not in ("first-use", None):
+        raise ConfigError(f"verify is {verify!r}, expected 'first-use' or None")
     spec = spec if isinstance(spec, Spec) else load_spec(spec)
     settings = Settings()
     on_miss = "record" if settings.recording else on_miss
@@ -449,6 +302,7 @@ def attach(
         wire=wire,
         recorder=recorder,
         requests=requests,
+        verifies=verify is not None,
         warm_line=warm_line(spec, None if store is None else opened.url),
         warms_infer=spec.drafter.batch is None or "infer" in spec.drafter.modes,
     ).enter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
@@ -60,6 +61,9 @@ class Executable:
         self._forward = forward
         self._outputs = len(manifest.outputs)
         self.around = Around.of(manifest)
+        self.compared: set[str] = set()
+        """Modes in which a first call was compared with eager in this process, see `first_use.py`."""
+        self.comparing = threading.RLock()
         slots = differentiable, others = _by_gradient(manifest)
         self._pick_differentiable, self._pick_others = _picker(differentiable), _picker(others)
         if backward is not None:
