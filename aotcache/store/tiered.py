@@ -151,9 +151,13 @@ class TieredStore:
             yield entry
 
     def _each(self, of: Callable[[Store], Iterator[T]]) -> Iterator[T]:
-        remote = iter(of(self.remote))
-        first = self._reachable(lambda: list(islice(remote, 1)))
-        return of(self.local) if first is None else chain(first, remote)
+        def begun() -> tuple[list[T], Iterator[T]]:
+            # Some ask when they are called, others when the first item is wanted.
+            found = iter(of(self.remote))
+            return list(islice(found, 1)), found
+
+        answered = self._reachable(begun)
+        return of(self.local) if answered is None else chain(*answered)
 
     def delete(self, key: CacheKey, variant: Variant | str) -> bool:
         """See `Store`. From both."""

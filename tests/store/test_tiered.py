@@ -236,6 +236,8 @@ def test_without_the_bucket_copies_go_on_working_with_one_warning(
             assert fresh.lookup(kept.key) == [kept]
             assert fresh.lookup(other.key) == []
         assert list(fresh.list()) == [kept]
+        assert list(fresh.near(kept.parts, kept.mode)) == [kept]
+        assert [entry.usable for entry in (*fresh.variants(kept.key), *fresh.entries())] == [kept, kept]
         assert fresh.usage().blobs == 1
     path = fresh.blob_path(kept.digest)
     assert path is not None
@@ -247,6 +249,17 @@ def test_without_the_bucket_copies_go_on_working_with_one_warning(
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "only what this host has is used" in warnings[0].getMessage()
+
+
+def test_without_the_service_the_copies_are_all_that_is_listed_compared_and_found(tmp_path: Path) -> None:
+    with faulty(lambda answer, asked: None) as server:
+        pass  # nobody listens there any more
+    limits = Limits(connect=1, call=2, attempts=1)
+    store = tiered(tmp_path, HttpStore(server.url, ServiceSession(server.url, limits=limits)))
+    kept = put(store.local, tmp_path)
+    assert store.lookup(kept.key) == [kept]
+    assert list(store.list()) == list(store.near(kept.parts, kept.mode)) == [kept]
+    assert [entry.usable for entry in (*store.variants(kept.key), *store.entries())] == [kept, kept]
 
 
 def test_a_wrong_token_is_an_error_and_no_outage(tmp_path: Path) -> None:
