@@ -15,6 +15,7 @@ import shutil
 import threading
 import zipfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from aotcache.archive import chunks, judged
@@ -274,8 +275,7 @@ def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -
         archive = source(manifest.digest, draft)
         with judged(archive, manifest.members, what=f"artifact {manifest.digest}") as package:
             for info in package.infolist():
-                if info.filename.endswith(_KEPT):
-                    _extract(package, info, manifest, draft)
+                _extract(package, info, manifest, draft)
         if manifest.runner == "torch":
             target = draft / _ARCHIVE
             if archive != target:
@@ -297,13 +297,18 @@ def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -
 
 
 def _extract(package: zipfile.ZipFile, info: zipfile.ZipInfo, manifest: Manifest, draft: Path) -> None:
+    """Check a member, and keep it if it is of use here."""
     path = draft / info.filename
-    make_dirs(path.parent, 0o700)
     digest = hashlib.sha256()
-    with path.open("xb") as out:
+    with ExitStack() as stack:
+        out = None
+        if info.filename.endswith(_KEPT):
+            make_dirs(path.parent, 0o700)
+            out = stack.enter_context(path.open("xb"))
         for chunk in chunks(package, info):
             digest.update(chunk)
-            out.write(chunk)
+            if out is not None:
+                out.write(chunk)
     expected = manifest.members[info.filename]
     if digest.hexdigest() != expected:
         raise CorruptArtifact(
@@ -311,7 +316,8 @@ def _extract(package: zipfile.ZipFile, info: zipfile.ZipInfo, manifest: Manifest
             f"expected {expected}",
             digest=manifest.digest,
         )
-    path.chmod(0o700)
+    if out is not None:
+        path.chmod(0o700)
 
 
 def opened() -> int:

@@ -50,6 +50,9 @@ _AFRESH = 0.3
 _BOTH = 0.1
 """Share of the rounds in which the other entry is asked for as well, where it was left alone."""
 
+_LOOKED = 0.25
+"""Share of the rounds in which commands look at the store."""
+
 _dlopened: list[str] = []
 _watching = False
 
@@ -105,6 +108,7 @@ class Scene:
         acts: What is done to the store's folder once the files lie there.
         unpacked: What is done to the victim's unpacked folder, which must be there then.
         allowed: Payloads that may be opened, beside those that were published.
+        hashed: The victim's archive, where the damage came before its digest was taken.
     """
 
     chance: random.Random
@@ -116,6 +120,7 @@ class Scene:
     acts: list[Callable[[Path], None]] = field(default_factory=list)
     unpacked: Callable[[Path], None] | None = None
     allowed: set[bytes] = field(default_factory=set)
+    hashed: bytes | None = None
 
     def document(self, manifest: Manifest, key: SigningKey | None = None) -> bytes:
         """What a store of this kind holds for a manifest."""
@@ -166,6 +171,7 @@ def _signed_archive_damage(damage: mutations.Damage) -> Kind:
         scene.files[f"blobs/{made.digest[:2]}/{made.digest}"] = data
         scene.ref = scene.document(made)
         scene.allowed.add(made.to_json())
+        scene.hashed = data
 
     return kind
 
@@ -541,7 +547,7 @@ class _World:
             answer = self._ask(scene, root, scene.other, said)
             if not touched and answer != "opened":
                 said.append(f"the entry that was left alone was {answer}")
-        if not scene.acts:
+        if not scene.acts and chance.random() < _LOOKED:
             self._look(root, said)
         return found
 
@@ -576,6 +582,9 @@ class _World:
         if found in ("missed", "refused") and _dlopened:
             said.append(f"wrong: {found}, but {_dlopened[0]} was opened")
             return "wrong"
+        if found == "opened" and entry is scene.victim and not _whole(scene):
+            said.append("wrong: an archive with other members was opened")
+            return "wrong"
         if found == "opened" and not _dlopened:
             said.append("wrong: the audit hook saw nothing of what was opened")
             return "wrong"
@@ -606,6 +615,14 @@ class _World:
             pass
         except Exception:
             said.append(f"unhandled, by what only looks: {traceback.format_exc(limit=-4)}")
+
+
+def _whole(scene: Scene) -> bool:
+    """Whether an archive whose digest is right has the members that were published."""
+    if scene.hashed is None:
+        return True
+    with zipfile.ZipFile(io.BytesIO(scene.hashed)) as package:
+        return archives.contents(package) == scene.victim.manifest.members
 
 
 def _lay(root: Path, files: dict[str, bytes | None]) -> None:
