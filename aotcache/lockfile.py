@@ -7,8 +7,6 @@ changes reviewed. `attach(lock=...)` accepts the digests in it alone.
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
+from aotcache.drafts import replace_file
 from aotcache.errors import ManifestError
 from aotcache.types import CacheKey, Digest, Mode
 
@@ -161,16 +160,12 @@ def write_lock(path: Path, lock: Lock) -> bool:
         ManifestError: it cannot be written.
     """
     text = lock.to_json().encode()
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         if path.is_file() and path.read_bytes() == text:
             return False
-        draft.write_bytes(text)
-        os.replace(draft, path)
+        replace_file(path, text)
     except OSError as error:
         raise ManifestError(f"cannot write lock file {path}: {error.strerror}", path=str(path)) from error
-    finally:
-        draft.unlink(missing_ok=True)
     return True
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import errno
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, TypeAdapter, with_config
 
 from aotcache.config import Settings
+from aotcache.drafts import clear, draft, name_new
 from aotcache.envelope import Envelope, Signature
 from aotcache.errors import ConfigError, ManifestError
 from aotcache.manifest import Manifest
@@ -161,6 +161,46 @@ class SigningKey:
         return self._private.sign(data)
 
 
+def make_signing_key(path: Path, trusted: TrustedKeys, name: str) -> SigningKey:
+    """A new signing key, which is trusted here: both, or neither.
+
+    Killed in between, the next one goes on with the same key: one that is there and not trusted
+    would have everything refused that it signs.
+
+    Args:
+        path: Where the key is to be; never over a file that is there.
+        trusted: Where it is trusted.
+        name: What to call it there.
+
+    Raises:
+        ConfigError: there is a key already, or it cannot be written.
+    """
+    pending = unfinished_key(path)
+    if path.exists():
+        pending.unlink(missing_ok=True)
+        raise ConfigError(f"{path} is there already, and is left as it is", path=str(path))
+    if pending.exists():
+        clear(pending)
+        key = SigningKey.load(pending)
+    else:
+        key = SigningKey.generate()
+        key.save(pending)
+    trusted.add(key.public, name)
+    try:
+        name_new(pending, path)
+        pending.unlink(missing_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already, and is left as it is", path=str(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", path=str(path)) from error
+    return key
+
+
+def unfinished_key(path: Path) -> Path:
+    """Where the key lies of a `make_signing_key` that was killed."""
+    return path.with_name(path.name + ".new")
+
+
 def write_private(path: Path, data: bytes) -> None:
     """Write a secret for this user alone, whole or not at all, never over a file that is there.
 
@@ -169,32 +209,15 @@ def write_private(path: Path, data: bytes) -> None:
     """
     try:
         _make_private(path.parent)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-        try:
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(descriptor)
-            _link(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with draft(path, 0o600) as (place, file):
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            name_new(place, path)
     except FileExistsError:
         raise ConfigError(f"{path} is there already, and is left as it is", path=str(path)) from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", path=str(path)) from error
-
-
-def _link(draft: Path, path: Path) -> None:
-    """Give a file its name unless that is taken; where there are no hard links, in two steps."""
-    try:
-        os.link(draft, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        if path.exists():
-            raise FileExistsError from error
-        os.replace(draft, path)
 
 
 def _make_private(folder: Path) -> None:
@@ -265,6 +288,7 @@ class TrustedKeys:
         """Trust a key; whether it was not trusted before. Raises ConfigError."""
         path = self._folder / _file_name(public.fingerprint)
         if path.exists():
+            clear(path)
             return False
         trusted = TrustedKey(name, public.to_text(), time.time(), origin)
         write_private(path, json.dumps(asdict(trusted), indent=2).encode())
@@ -455,6 +479,7 @@ __all__ = [
     "TrustedKey",
     "TrustedKeys",
     "claimed_keys",
+    "make_signing_key",
     "sign",
     "signed_by",
     "signing_key_path",
@@ -462,5 +487,6 @@ __all__ = [
     "trust_command",
     "trust_problem",
     "trusted_keys",
+    "unfinished_key",
     "write_private",
 ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from aotcache.config import Settings
+from aotcache.drafts import replace_file
 from aotcache.errors import AotcacheError
 from aotcache.manifest import Manifest
 from aotcache.store.base import Store
@@ -74,9 +74,7 @@ class ContentIndex:
         path = self._path(manifest.content)
         try:
             make_dirs(path.parent, 0o700)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump({"key": manifest.key}, file)
-            Path(file.name).replace(path)
+            replace_file(path, json.dumps({"key": manifest.key}).encode(), 0o600)
         except OSError as error:
             logger.warning("cannot note graph %s in %s: %s", manifest.content, path, error)
 

@@ -15,7 +15,7 @@ from aotcache.cli.contact import Offered, introduce, is_service, offered
 from aotcache.cli.output import JsonFlag, emit_json, human_time, print_lines, print_table
 from aotcache.config import settings
 from aotcache.errors import ConfigError
-from aotcache.trust import PublicKey, SigningKey, TrustedKey, signing_key_path, trusted_keys
+from aotcache.trust import PublicKey, TrustedKey, make_signing_key, signing_key_path, trusted_keys
 
 _LARGEST = 4096
 """Bytes of a file that may hold a public key."""
@@ -44,10 +44,8 @@ def keygen(
     """
     config = settings()
     path = signing_key_path(config) if out is None else out.expanduser().absolute()
-    key = SigningKey.generate()
-    key.save(path)
     name = name or f"{_user()}@{platform.node() or 'this-host'}"
-    trusted_keys(config).add(key.public, name)
+    key = make_signing_key(path, trusted_keys(config), name)
     if as_json:
         emit_json({"path": str(path), "name": name, **_public(key.public)})
         return
@@ -110,7 +108,7 @@ def add(
     if origin and fresh and not fingerprint:
         added = introduce(source, fresh, trusted, name)
     else:
-        for key in fresh:
+        for key in keys:  # the known ones too: what a killed one left of them goes
             trusted.add(key.public, name or key.name, origin)
         added = [key.public for key in fresh]
     if as_json:

@@ -21,7 +21,7 @@ import typer
 from aotcache.config import Settings, settings
 from aotcache.errors import ConfigError
 from aotcache.spec import load_spec
-from aotcache.trust import SigningKey, TrustedKeys, signing_key_path, trusted_keys
+from aotcache.trust import TrustedKeys, make_signing_key, signing_key_path, trusted_keys, unfinished_key
 
 if TYPE_CHECKING:
     from aotcache.service.tokens import Tokens
@@ -185,11 +185,9 @@ def served_store(current: Settings) -> str:
 def _ensure_key(current: Settings, trusted: TrustedKeys, building: bool) -> None:
     """A key to sign with, unless there is one, or builders elsewhere have theirs."""
     path = signing_key_path(current)
-    if path.exists() or (trusted.list() and not building):
+    if path.exists() or (trusted.list() and not building and not unfinished_key(path).exists()):
         return
-    key = SigningKey.generate()
-    key.save(path)
-    trusted.add(key.public, f"service@{platform.node() or 'this-host'}")
+    make_signing_key(path, trusted, f"service@{platform.node() or 'this-host'}")
 
 
 def _listen(host: str, port: int) -> socket.socket:
