@@ -192,15 +192,20 @@ class Index:
         rows = rows[:limit]
         return Page(rows, pack(rows[-1].key, rows[-1].variant) if more else None)
 
-    def oldest(self, limit: int) -> list[Candidate]:
-        """The entries that were used longest ago, the oldest first."""
+    def oldest(self, limit: int, after: tuple[float, str, str] | None = None) -> list[Candidate]:
+        """The entries that were used longest ago, the oldest first.
+
+        Args:
+            limit: Most of them.
+            after: Only those that come after this last use, key and variant.
+        """
         a, u = ArtifactRow, UsageRow
-        first = (
-            select(u.last_used, u.key, u.variant, u.hits)
-            .order_by(u.last_used, u.key, u.variant)
-            .limit(limit)
-            .subquery()
+        names = (
+            select(u.last_used, u.key, u.variant, u.hits).order_by(u.last_used, u.key, u.variant).limit(limit)
         )
+        if after is not None:
+            names = names.where(tuple_(u.last_used, u.key, u.variant) > tuple_(*after))
+        first = names.subquery()
         statement = (
             select(a.key, a.variant, a.digest, a.size, first.c.last_used, first.c.hits)
             .join(first, (a.key == first.c.key) & (a.variant == first.c.variant))
@@ -243,11 +248,16 @@ class Index:
             "modified": modified,
         }
         with self._database.exclusive(key, variant) as session:
+            before = session.execute(
+                select(ArtifactRow.digest).where(ArtifactRow.key == key, ArtifactRow.variant == variant)
+            ).scalar()
             _put(session, ArtifactRow, [row | {"created": now()}], kept={"created"})
             _put(session, UsageRow, [_unused(key, variant)], kept={"hits", "last_used"})
             _put(session, KeyComponentRow, _components(key, manifest.parts), kept=set())
             blob = {"digest": manifest.digest, "size": manifest.size, "stored": now()}
             _put(session, BlobRow, [blob], kept={"stored"})
+            if before is not None and before != manifest.digest:
+                self._drop_blobs(session, [before])
             artifact_arrived(session, key, variant)
 
     def remove(self, key: CacheKey, variant: str | None = None) -> int:

@@ -20,7 +20,7 @@ def collect_service(store: HttpStore, limits: Limits, locked: Collection[str], *
     Raises:
         ServiceError: it refuses, or what it answers makes no sense.
     """
-    body = {
+    body: dict[str, Any] = {
         "max_bytes": limits.max_bytes,
         "max_age": limits.max_age,
         "locked": sorted(locked),
@@ -28,7 +28,7 @@ def collect_service(store: HttpStore, limits: Limits, locked: Collection[str], *
     }
     decisions: dict[tuple[str, str | None, str, str | None], Decision] = {}
     before = after = over = 0
-    more, notes = True, tuple[str, ...]()
+    notes: list[str] = []
     for number in range(_LONGEST):
         answer = store.session.json("POST", "/v1/gc", body=body)
         try:
@@ -37,20 +37,19 @@ def collect_service(store: HttpStore, limits: Limits, locked: Collection[str], *
                 c = decision.candidate
                 decisions[c.kind, c.key, c.variant, c.digest] = decision
             before = before if number else int(answer["before"])
-            after, over, more = int(answer["after"]), int(answer["over"]), bool(answer["more"])
-            notes = tuple(str(note) for note in answer["notes"])
+            after, over = int(answer["after"]), int(answer["over"])
+            notes += [str(note) for note in answer["notes"]]
+            body["cursor"] = answer["next"]
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ServiceError(
                 f"{store.url}: /v1/gc: the answer is not of version 1 of the service ({error!r}); is it an older or "
                 "a newer one?",
                 url=store.url,
             ) from None
-        if dry_run or not more:
+        if body["cursor"] is None:
             break
-    if dry_run and more:
-        notes = (*notes, "there is more than one answer of the service holds; what is shown goes first")
     ordered = sorted(decisions.values(), key=lambda decision: decision.candidate.order)
-    return Collected(store.url, dry_run, tuple(ordered), before, after, over, (), notes)
+    return Collected(store.url, dry_run, tuple(ordered), before, after, over, (), tuple(notes))
 
 
 def _decision(row: Any, place: str) -> Decision:

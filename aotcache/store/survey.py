@@ -159,7 +159,7 @@ def _read_refs(client: Client, place: str) -> Iterator[_Ref]:
         try:
             manifest = Manifest.from_json(data, where=info.path)
         except ManifestError as error:
-            held: Held | None = "newer" if _newer(data) else None
+            held: Held | None = "newer" if is_newer(data) else None
             entry = Candidate("entry", key, variant, None, None, info.modified, place, held, str(error))
             yield _Ref(info.path, document, entry, str(error), frozenset(words(data)))
             continue
@@ -180,7 +180,7 @@ def _bucket(manifest: Manifest) -> str:
     return ",".join(f"{name}={size}" for name, size in sorted(manifest.bucket.items()))
 
 
-def _newer(data: bytes) -> bool:
+def is_newer(data: bytes) -> bool:
     """Whether an unreadable ref is one that a newer release wrote, and not a broken one."""
     try:
         found: Any = json.loads(data)
@@ -217,4 +217,4 @@ def _several(action: Callable[[Info], T], infos: Iterable[Info]) -> Iterator[tup
         yield from zip(batch, pool.map(action, batch), strict=True)
 
 
-__all__ = ["Survey", "still_named", "survey", "words"]
+__all__ = ["Survey", "is_newer", "still_named", "survey", "words"]
