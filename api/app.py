@@ -11,7 +11,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
-from aotcache.api import artifacts, blobs, builds, health, leases
+from aotcache.api import artifacts, blobs, builds, gc, health, leases, recalls
 from aotcache.api.errors import add_error_handlers
 from aotcache.api.middleware import Observed
 from aotcache.api.state import Service, ServiceConfig
@@ -42,6 +42,7 @@ def create_app(config: ServiceConfig) -> FastAPI:
     async def life(app: FastAPI) -> AsyncIterator[None]:
         service = Service(config)
         app.state.service = service
+        await run_in_threadpool(_read_recalls, service)
         try:
             async with (
                 _repeated(service.flush, FLUSH_SECONDS),
@@ -57,12 +58,21 @@ def create_app(config: ServiceConfig) -> FastAPI:
     )
     app.add_middleware(Observed)
     add_error_handlers(app)
-    for part in (artifacts, blobs, leases, builds, health):
+    for part in (artifacts, blobs, leases, builds, recalls, health, gc):
         app.include_router(part.router)
     return app
 
 
+def _read_recalls(service: Service) -> None:
+    """Before the first look-up is answered: what was recalled while no service ran, or the database was another."""
+    try:
+        service.recalls.read(service.store, service.config.trusted)
+    except AotcacheError as error:
+        logger.warning("%s", error)
+
+
 def _refresh(service: Service) -> None:
+    _read_recalls(service)
     service.metrics.totals(service.index.totals())
     service.metrics.builds(service.builds.counts())
 

@@ -60,6 +60,7 @@ def resolve(body: ResolveRequest, service: ServiceOf, _: Reads) -> Response:
                 for key, references in hits.items()
             },
             "missing": {key: "nothing is stored for this key" for key in found if key not in hits},
+            "recalls": service.recalls.tag(),
         }
     )
 
@@ -179,12 +180,25 @@ def _publish(
             "its AOTCACHE_CONFIG_HOME: aotcache trust add <public key>",
             key=key,
         )
+    taken_back = service.recalls.problem(manifest.digest, manifest.key)
+    if taken_back is not None:
+        raise Refused(
+            "recalled",
+            f"archive {manifest.digest} of key {key} is not published: it is recalled: {taken_back}; aotcache recall "
+            "tells by whom",
+            key=key,
+            digest=manifest.digest,
+        )
     variant = str(manifest.variant)
     with (
         service.leases.publishing(key, variant, claim),
         # A delete of another entry with this archive waits, or has taken the archive along before it is looked for.
         service.database.exclusive("archive", manifest.digest),
     ):
+        # What is recalled is nobody's loss: whoever may publish puts another in its place.
+        before = None if replace else service.store.entry(key, variant)
+        if before is not None and before.manifest is not None:
+            replace = service.recalls.problem(before.manifest.digest, key) is not None
         try:
             stored = service.store.put_ref(manifest, replace=replace)
         except NotStored as error:

@@ -115,6 +115,34 @@ class ResolveAnswer(Answer):
 
     found: dict[str, list[Ref]]
     missing: dict[str, str] = Field(examples=[{"00" * 32: "nothing is stored for this key"}])
+    recalls: Hex64 | None = Field(
+        description="`tag` of GET /v1/recalls: another one whenever the recall lists are; null without any",
+        examples=["e5" * 32],
+    )
+
+
+class RecallListRow(Answer):
+    """One recall list."""
+
+    signer: Hex64 = Field(
+        description="Hex of the fingerprint of the key that signed it", examples=["7c" * 32]
+    )
+    number: int = Field(examples=[3])
+    document: dict[str, Any] = Field(description="The list in its DSSE envelope")
+
+
+class RecallsAnswer(Answer):
+    """Every recall list, by signer and number."""
+
+    tag: Hex64 | None = Field(examples=["e5" * 32])
+    recalls: list[RecallListRow]
+
+
+class RecallStored(Answer):
+    """Whether the list is new here."""
+
+    stored: bool = Field(examples=[True])
+    number: int = Field(examples=[3])
 
 
 class ArtifactRow(Answer):

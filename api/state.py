@@ -18,6 +18,7 @@ from aotcache.errors import ConfigError
 from aotcache.service.builds import Builds
 from aotcache.service.index import Index
 from aotcache.service.leases import Leases
+from aotcache.service.recalls import ServiceRecalls
 from aotcache.service.specs import Specs
 from aotcache.service.tokens import Tokens
 from aotcache.service.usage import Usage
@@ -85,6 +86,7 @@ class Service:
         self.usage = Usage(self.database)
         self.metrics = Metrics()
         self.specs = Specs(self.database, config.specs)
+        self.recalls = ServiceRecalls(self.database)
 
     def flush(self) -> None:
         """Write what was counted and noted since the last time. Raises DatabaseError."""

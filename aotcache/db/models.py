@@ -202,6 +202,27 @@ class LeaseRow(Base):
     expires: Mapped[float] = mapped_column(Double)
 
 
+class RecallListRow(Base):
+    """A recall list, as it was signed. One for each signer, as a rule; see `service/recalls.py`."""
+
+    __tablename__ = "recall_lists"
+
+    signer: Mapped[str] = mapped_column(_HEX64, primary_key=True)
+    number: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    digest: Mapped[str] = mapped_column(_HEX64)
+    document: Mapped[str] = mapped_column(Text)
+
+
+class RecalledRow(Base):
+    """A key or digest that is recalled: what these lists come to."""
+
+    __tablename__ = "recalled"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    what: Mapped[str] = mapped_column(_HEX64, primary_key=True)
+    reason: Mapped[str] = mapped_column(Text)
+
+
 class TokenRow(Base):
     """A client's right. The text that proves it is nowhere: only its sha256."""
 

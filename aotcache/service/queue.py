@@ -16,7 +16,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from aotcache.db.engine import clean, moment, now
-from aotcache.db.models import ACTIVE, ArtifactRow, BuildEventRow, BuildRow, LeaseRow
+from aotcache.db.models import ACTIVE, ArtifactRow, BuildEventRow, BuildRow, LeaseRow, RecalledRow
 from aotcache.types import CacheKey
 
 ATTEMPTS = 2
@@ -79,9 +79,11 @@ def latest(session: Session, key: CacheKey, variant: str) -> BuildRow | None:
 
 
 def is_stored(session: Session, key: CacheKey, variant: str) -> bool:
-    """Whether the index has the entry."""
-    a = ArtifactRow
-    return session.execute(select(a.key).where(a.key == key, a.variant == variant)).first() is not None
+    """Whether the index has the entry, and nobody has recalled it."""
+    a, r = ArtifactRow, RecalledRow
+    recalled = select(r.what).where(r.what.in_((a.digest, a.key)))
+    stored = select(a.key).where(a.key == key, a.variant == variant, ~recalled.exists())
+    return session.execute(stored).first() is not None
 
 
 def lease_token(session: Session, row: BuildRow) -> int | None:

@@ -18,6 +18,7 @@ def _name(length: int) -> sa.String:
 def upgrade() -> None:
     """Make them, and the counters at zero."""
     _index_tables()
+    _recall_tables()
     _build_tables()
     _access_tables()
 
@@ -83,6 +84,24 @@ def _index_tables() -> None:
         sa.Column("size", sa.BigInteger(), nullable=False),
         sa.Column("stored", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("digest", name="pk_blobs"),
+        sqlite_with_rowid=False,
+    )
+
+
+def _recall_tables() -> None:
+    op.create_table(
+        "recall_lists",
+        sa.Column("signer", _name(64), nullable=False),
+        sa.Column("number", sa.BigInteger(), nullable=False),
+        sa.Column("digest", _name(64), nullable=False),
+        sa.Column("document", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("signer", "number", name="pk_recall_lists"),
+    )
+    op.create_table(
+        "recalled",
+        sa.Column("what", _name(64), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("what", name="pk_recalled"),
         sqlite_with_rowid=False,
     )
 
@@ -191,6 +210,8 @@ def downgrade() -> None:
         "leases",
         "build_events",
         "builds",
+        "recalled",
+        "recall_lists",
         "blobs",
         "usage",
         "key_components",
