@@ -1,7 +1,7 @@
 # Every target sets itself up: a fresh clone needs nothing but Python 3.10+ and make.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench fuzz clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -29,6 +29,10 @@ check: $(READY)  ## Lint and types: ruff, mypy --strict
 bench: $(READY)  ## Every benchmark: tables here, JSON in bench/results/
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[bench]'
 	@$(BIN)/python -m bench $(ARGS)
+
+fuzz: $(READY)  ## Coverage-guided fuzzing of every parser; ARGS="--seconds 600 archive" for one of them
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[fuzz]'
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 clean:  ## Remove the virtual environment and the caches of the tools
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
