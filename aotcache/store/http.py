@@ -239,8 +239,7 @@ class HttpStore:
 
     def recalls(self, of: Callable[[str], bool] | None = None) -> Sequence[bytes]:
         """See `Store`. `resolve` is told whether there are other lists than those that were read last."""
-        told, self._told = self._told, None
-        known = self._lists
+        told, known = self._told, self._lists
         if told is not None and told[0] is None:
             known = (None, [])
         elif told is None or known is None or known[0] != told[0]:
@@ -253,8 +252,8 @@ class HttpStore:
                     f"{self.url} says that there are other recall lists than before, and does not show them: {error}",
                     url=self.url,
                 ) from error
-        self._lists = known
         assert known is not None
+        self._told, self._lists = None, known
         return known[1]
 
     def _read_lists(self) -> tuple[str | None, Sequence[bytes]]:
