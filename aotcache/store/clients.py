@@ -34,6 +34,8 @@ _LONGEST_CAUSE = 1000
 
 _OUT_OF_REACH = re.compile(r"HTTP error: |status code: (?:5\d\d|429|408) ")
 _QUERY = re.compile(r"(https?://[^\s?]*)\?\S*")
+_ANSWER = re.compile(r"(status code: \d{3} [^:]{0,60}):.*", re.DOTALL)
+_CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +261,7 @@ class ObstoreClient:
         except (BaseError, OSError, ValueError) as error:
             if isinstance(error, FileNotFoundError):
                 raise
-            # The address of a request can hold a signature.
-            cause = _QUERY.sub(r"\1", str(error).partition("\n\nDebug source:")[0])[:_LONGEST_CAUSE]
+            cause = _cause(str(error))
             message = (
                 f"store {self._url}: {path}: {cause}; check the address, the credentials and the network"
             )
@@ -273,3 +274,11 @@ class ObstoreClient:
         finally:
             if circuit is not None and not out_of_reach:
                 circuit.reached()
+
+
+def _cause(text: str) -> str:
+    """What obstore says went wrong, without the query of any address and without the body of a bucket's answer,
+    which can repeat the signature of the request. Of the body, S3's code for the error is left."""
+    shown = _QUERY.sub(r"\1", text.partition("\n\nDebug source:")[0])
+    code = _CODE.search(shown)
+    return _ANSWER.sub(rf"\1 ({code[1]})" if code else r"\1", shown)[:_LONGEST_CAUSE]

@@ -15,7 +15,11 @@ import aotcache
 from aotcache.lockfile import lock_path, read_lock
 from aotcache.manifest import Manifest
 from aotcache.spec import Spec
+from aotcache.trust import SigningKey, TrustedKeys
+from tests.cases.places import Places
 from tests.cases.support import write_spec
+from tests.services.s3 import s3_server
+from tests.services.serving import serving
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,16 @@ def noisy(specs: Path, warmed: Callable[..., str]) -> Warm:
         axes="",
     )
     return Warm(spec, warmed(spec))
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+    """Stores of every kind, with one bucket server and one service behind them."""
+    key = SigningKey.generate()
+    folder = tmp_path_factory.mktemp("places")
+    TrustedKeys(folder / "service" / "config" / "trusted").add(key.public, "builder")
+    with s3_server(folder / "s3") as s3, serving(folder / "service") as service:
+        yield Places(s3, service, key)
 
 
 _opened: list[str] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from aotcache.errors import ArtifactMiss, CallRefused
 from aotcache.runtime.attach import Handle
 from tests.cases import tiny
 from tests.cases.conftest import Warm
+from tests.cases.places import REMOTE, Places
 from tests.cases.support import assert_close, copy_store, make_batch
 
 
@@ -62,17 +64,40 @@ WRONG: dict[str, tuple[Any, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_metadata_is_refused_by_name(attached: tuple[tiny.DenseBlock, Handle], case: str) -> None:
-    block, handle = attached
+def refused(block: tiny.DenseBlock, case: str) -> None:
+    """The miss names the input, what the artifact has, and what came."""
     call, name, expected, found = WRONG[case]
-    passes(block, handle)
     with pytest.raises(ArtifactMiss) as refusal:
         block(**call)
     line = next(line for line in str(refusal.value).splitlines() if f"{name} differs" in line)
     assert expected in line
     assert found in line
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_metadata_is_refused_by_name(attached: tuple[tiny.DenseBlock, Handle], case: str) -> None:
+    block, handle = attached
     passes(block, handle)
+    refused(block, case)
+    passes(block, handle)
+
+
+@pytest.mark.parametrize("kind", REMOTE)
+def test_wrong_calls_are_refused_whichever_store_the_artifact_is_from(
+    levels: Warm, places: Places, tmp_path: Path, kind: str
+) -> None:
+    model, wrong = tiny.build(), valid()["x"]
+    with places.place(kind, tmp_path, levels.store, levels.manifests()) as place:
+        with aotcache.attach(model, levels.spec, store=place.url) as handle, torch.no_grad():
+            block = model.blocks[0]
+            for case in WRONG:
+                refused(block, case)
+            for arguments in ((wrong,), (wrong, valid()["documents"], wrong)):
+                with pytest.raises(CallRefused):
+                    block(*arguments)
+            with pytest.raises(ArtifactMiss, match=r"\(4, 256, 256, 1\)"):
+                block(wrong.unsqueeze(-1), valid()["documents"])
+            passes(block, handle)
 
 
 def test_an_extra_trailing_dimension_is_refused(attached: tuple[tiny.DenseBlock, Handle]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,10 +19,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 import aotcache
 from aotcache import compat, host
 from aotcache.errors import ArtifactMiss
+from aotcache.manifest import Manifest
 from aotcache.spec import Spec
 from aotcache.types import Target
 from tests.cases import lora, switches, tiny
 from tests.cases.conftest import Warm
+from tests.cases.places import KINDS, REMOTE, Places
 from tests.cases.support import answers, assert_close, copy_store, make_batch, start, write_spec
 
 
@@ -259,27 +263,54 @@ def test_an_artifact_of_another_toolchain_or_host_is_never_opened(
         assert_close(model(**make_batch()), tiny.build()(**make_batch()))
 
 
-def test_a_torch_version_altered_in_place_is_a_miss_and_never_opened(
-    tiny_d: Warm,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    opened: list[str],
+@pytest.mark.parametrize("kind", REMOTE)
+def test_an_artifact_of_another_torch_is_never_fetched_or_opened_whichever_store_it_is_in(
+    tiny_d: Warm, places: Places, tmp_path: Path, opened: list[str], kind: str
 ) -> None:
-    store = copy_store(tiny_d.store, tmp_path / "store", tiny_d.manifests("infer"))
-    here = host.host_toolchain().torch
-    for ref in (tmp_path / "store" / "refs").rglob("*.json"):
-        text = ref.read_text()
-        assert f'"torch":"{here}"' in text
-        ref.write_text(text.replace(f'"torch":"{here}"', '"torch":"2.99.0"'))
-    monkeypatch.setenv("AOTCACHE_HOME", str(tmp_path / "home"))
+    change, reason = ALTERED["torch version"]
     model = tiny.build()
-    with aotcache.attach(model, tiny_d.spec, store=store), torch.no_grad():
-        with pytest.raises(ArtifactMiss) as missed:
-            model(**make_batch())
+    with places.place(kind, tmp_path, tiny_d.store, tiny_d.manifests("infer"), change) as place:
+        with aotcache.attach(model, tiny_d.spec, store=place.url) as handle, torch.no_grad():
+            for load in (handle.prefetch, lambda: model(**make_batch())):
+                with pytest.raises(ArtifactMiss, match=reason):
+                    load()
+        assert place.left() == []
     assert opened == []
-    assert not (tmp_path / "home" / "unpacked").exists()
-    # What was expected is the file's name, what was found is in it.
-    assert re.search(rf"torch{re.escape(here)}\S* cannot be used: .*torch2\.99\.0", str(missed.value))
+
+
+def in_place(manifest: Manifest, document: bytes) -> bytes:
+    """A ref that says another torch than its name, or than was signed."""
+    here, other = (f'"torch":"{version}"'.encode() for version in (host.host_toolchain().torch, "2.99.0"))
+    if here in document:
+        return replace(manifest, toolchain=replace(manifest.toolchain, torch="2.99.0")).document()
+    envelope = json.loads(document)
+    payload = base64.b64decode(envelope["payload"])
+    assert here in payload
+    envelope["payload"] = base64.b64encode(payload.replace(here, other)).decode()
+    return json.dumps(envelope, sort_keys=True, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_torch_version_altered_in_place_is_a_miss_and_never_opened(
+    tiny_d: Warm, places: Places, tmp_path: Path, opened: list[str], kind: str
+) -> None:
+    here = host.host_toolchain().torch
+    manifests = tiny_d.manifests("infer")
+    model = tiny.build()
+    with places.place(kind, tmp_path, tiny_d.store, manifests) as place:
+        for manifest in manifests:
+            ref = f"refs/{manifest.key[:2]}/{manifest.key}/{manifest.variant}.json"
+            document = place.behind._client.get(ref)
+            assert document is not None
+            place.behind._client.put(ref, in_place(manifest, document), create=False)
+        with aotcache.attach(model, tiny_d.spec, store=place.url), torch.no_grad():
+            with pytest.raises(ArtifactMiss) as missed:
+                model(**make_batch())
+        assert opened == []
+        assert place.left() == []
+    # What was expected is the file's name, what was found is in it. A service tells nothing of what it cannot serve.
+    if kind != "service":
+        assert re.search(rf"torch{re.escape(here)}\S* cannot be used: .*torch2\.99\.0", str(missed.value))
 
 
 def test_an_older_driver_is_refused(tiny_d: Warm) -> None:

@@ -28,12 +28,12 @@ DATA = b"the archive" * 1000
 DIGEST = sha256(DATA)
 
 
-def run_client(url: str, digest: str, folder: Path, token: str = TOKEN) -> tuple[int, str]:
-    """Exit status of a client at debug level, and all that it has written."""
+def run_client(url: str, digest: str, folder: Path, token: str = TOKEN, *how: str) -> tuple[int, str]:
+    """Exit status of a client at debug level, and all that it has written. Its home is in the folder."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cases.token_client", url, digest, str(folder / "copy")],
+        [sys.executable, "-m", "tests.cases.token_client", url, digest, str(folder / "copy"), *how],
         cwd=ROOT,
-        env={**os.environ, "AOTCACHE_TOKEN": token},
+        env={**os.environ, "AOTCACHE_TOKEN": token, "AOTCACHE_HOME": str(folder / "home")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -157,6 +157,33 @@ def service(tmp_path_factory: pytest.TempPathFactory, s3: S3) -> Iterator[Servin
         yield server
 
 
+@pytest.mark.parametrize("second", [refusal, crash, nonsense], ids=lambda answer: answer.__name__)
+def test_what_opens_a_bucket_is_neither_said_nor_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: Callable[[Answer, Asked], None]
+) -> None:
+    secret = "secretAccessKey0OfTheBucket"
+    with faulty(second) as bucket:
+        for name, value in {
+            "AWS_ENDPOINT_URL": bucket.url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "tester",
+            "AWS_SECRET_ACCESS_KEY": secret,
+            "AWS_SESSION_TOKEN": f"session-{secret}",
+            "AWS_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        ended, written = run_client("s3://bucket/cache", DIGEST, tmp_path, TOKEN, "through copies")
+    assert ended == 1, written
+    signatures = {
+        found[1] for asked in bucket.asked if (found := re.search(r"Signature=(\w+)", str(asked.headers)))
+    }
+    assert signatures, "no signed request reached the bucket"
+    kept = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(TOKEN in str(asked) for asked in bucket.asked)
+    for secret_text in (secret, TOKEN, *signatures):
+        assert not any(secret_text in text for text in (written, *kept))
+
+
 def ask(
     url: str, method: str, path: str, token: str, body: bytes = b""
 ) -> tuple[int, http.client.HTTPMessage, str]:
@@ -192,9 +219,10 @@ def test_a_service_writes_no_token_and_no_signed_address(tmp_path: Path, service
     asked(401, "GET", "/v1/artifacts", unknown)
     asked(404, "GET", f"/v1/nothing?token={reader}", reader)
     asked(422, "POST", "/v1/resolve", reader, f'{{"keys": ["{reader}"]}}'.encode())
-    ended, client_log = run_client(service.url, DIGEST, tmp_path, reader)
-    assert ended == 0, client_log
-    said.append(client_log)
+    for how in ([], ["through copies"]):
+        ended, client_log = run_client(service.url, DIGEST, tmp_path, reader, *how)
+        assert ended == 0, client_log
+        said.append(client_log)
     # The bucket goes away while the service is asked: what it does then is written down as well.
     s3.process.kill()
     s3.process.wait()
@@ -207,7 +235,13 @@ def test_a_service_writes_no_token_and_no_signed_address(tmp_path: Path, service
     said.append(ask(service.url, "GET", "/metrics", admin)[2])
     service.close()
 
-    written = {str(path): path.read_bytes() for path in service.folder.rglob("*") if path.is_file()}
+    written = {
+        str(path): path.read_bytes()
+        for folder in (service.folder, tmp_path)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    assert any(f"/blobs/{DIGEST[:2]}/{DIGEST}" in path for path in written), "this host has kept no copy"
     assert b"/v1/blobs/{digest}" in written[str(service.folder / "log")]
     assert any(path.endswith(".db") for path in written)
     assert b'"level": "debug"' in written[str(service.folder / "log")]
