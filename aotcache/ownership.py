@@ -27,11 +27,18 @@ def first_link(path: Path, root: Path) -> Path | None:
     """The first symbolic link on the way from `root` (itself not looked at) to `path`, or None.
 
     What is not there is no link. `path` must lie below `root` by its name.
+
+    Raises:
+        OSError: it cannot be looked at, so that nobody knows.
     """
     current = os.fspath(root)
     for part in path.relative_to(root).parts:
         current = os.path.join(current, part)
-        if os.path.islink(current):
+        try:
+            mode = os.lstat(current).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if stat.S_ISLNK(mode):
             return Path(current)
     return None
 
@@ -39,15 +46,15 @@ def first_link(path: Path, root: Path) -> Path | None:
 def way_out(path: Path, root: Path) -> str | None:
     """Where a path below `root` really leads, if a symbolic link on the way leads out; None if it stays within.
 
-    A link that leads nowhere, or in circles, stays within nothing and is said, too.
+    Links in circles stay within nothing, and are said, too.
     """
     link = first_link(path, root)
     if link is None:
         return None
     try:
-        real = path.resolve(strict=True)
-        if real.is_relative_to(root.resolve(strict=True)):
+        real = path.resolve()
+        if real.is_relative_to(root.resolve()):
             return None
     except (OSError, RuntimeError):
-        return f"{link} is a symbolic link that leads nowhere"
+        return f"{link} is a symbolic link that leads in circles"
     return f"{link} is a symbolic link out of {root}, to {real}"
