@@ -176,10 +176,10 @@ def make_signing_key(path: Path, trusted: TrustedKeys, name: str) -> SigningKey:
         ConfigError: there is a key already, or it cannot be written.
     """
     pending = unfinished_key(path)
-    if path.exists():
+    if os.path.lexists(path):
         pending.unlink(missing_ok=True)
         raise ConfigError(f"{path} is there already, and is left as it is", path=str(path))
-    if pending.exists():
+    if os.path.exists(pending):
         clear(pending)
         key = SigningKey.load(pending)
     else:
@@ -287,7 +287,7 @@ class TrustedKeys:
     def add(self, public: PublicKey, name: str, origin: str | None = None) -> bool:
         """Trust a key; whether it was not trusted before. Raises ConfigError."""
         path = self._folder / _file_name(public.fingerprint)
-        if path.exists():
+        if os.path.exists(path):
             clear(path)
             return False
         trusted = TrustedKey(name, public.to_text(), time.time(), origin)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +27,7 @@ from aotcache.store import open_store
 from aotcache.store.base import Store
 from aotcache.store.builds import Lease, leasing, service_of, shared
 from aotcache.store.local import make_dirs
+from aotcache.store.passing import new_folder, remove_tree, scratch
 from aotcache.trust import SigningKey, sign, signing_key_path
 from aotcache.types import Digest, Target, Variant
 
@@ -106,7 +105,7 @@ class Session:
     def sandbox(self) -> Sandbox:
         """A builder process that has captured nothing yet. The caller closes it."""
         # Builder threads come here at once: a counter of ours could give two of them one folder.
-        own = Path(tempfile.mkdtemp(dir=self.staging))
+        own = new_folder("builder-", self.staging)
         headers = self.config.home / "headers"
         make_dirs(headers, 0o700)
         memory = self.config.build_memory_gib
@@ -128,7 +127,7 @@ class Session:
         """End a builder process and remove what it has made."""
         sandbox.close()
         self._builders.remove(sandbox)
-        shutil.rmtree(sandbox.staging, ignore_errors=True)
+        remove_tree(sandbox.staging)
 
     def capture(self, sandbox: Sandbox) -> list[Cell]:
         """Run the drafter in a builder, and list what it calls."""
@@ -243,7 +242,7 @@ class Session:
             )
             for row in rows
         ]
-        kept = read_lock(path) if path.exists() else Lock(self.spec.drafter.name, [])
+        kept = read_lock(path) if os.path.lexists(path) else Lock(self.spec.drafter.name, [])
         write_lock(path, kept.merged(cells))
         return path
 
@@ -258,7 +257,7 @@ def _sweep(home: Path) -> None:
     for folder in home.glob(f"{_STAGING}*"):
         pid = folder.name.removeprefix(_STAGING).partition("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
 
 
 def _require_buildable(target: Target) -> None:
@@ -307,8 +306,5 @@ def open_session(
         _require_buildable(target)
     make_dirs(config.home, 0o700)
     _sweep(config.home)
-    staging = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.getpid()}-", dir=config.home))
-    try:
+    with scratch(f"{_STAGING}{os.getpid()}-", config.home) as staging:
         yield Session(loaded, opened, wanted, config, staging, progress)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import aotcache
 from aotcache.cli.output import JsonFlag, Progress, StoreOption, emit_json, err, print_lines
 from aotcache.cli.warming import WarmProgress
 from aotcache.errors import AotcacheError, ConfigError
+from aotcache.store.passing import scratch
 
 SPECS = ("dflash/dflash.toml", "eagle3/eagle3.toml")
 """The specs that are warmed; the first is the one that is trained."""
@@ -112,8 +112,8 @@ def _warm(folder: Path, store: str | None, jobs: int) -> tuple[int, float]:
 
 def _program(folder: Path, name: str, *arguments: str) -> dict[str, Any]:
     """Run one program of `examples/threads`; what it printed goes to stderr, its result is JSON."""
-    with tempfile.TemporaryDirectory(prefix="aotcache-demo-") as scratch:
-        result = Path(scratch, "result.json")
+    with scratch("aotcache-demo-") as place:
+        result = place / "result.json"
         command = [sys.executable, str(folder / "threads" / name), *arguments, "--result", str(result)]
         try:
             done = subprocess.run(

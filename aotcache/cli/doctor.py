@@ -139,7 +139,7 @@ def _home() -> Iterator[Finding]:
     except AotcacheError as error:
         yield Finding("home", "fail", str(error))
         return
-    nearest = home if home.exists() else next(p for p in home.parents if p.exists())
+    nearest = home if os.path.exists(home) else next(p for p in home.parents if os.path.exists(p))
     try:
         # Tried, not read from the mode: root, access lists and read-only mounts all differ from it.
         with tempfile.NamedTemporaryFile(dir=nearest, prefix=".aotcache-doctor-"):
@@ -155,7 +155,7 @@ def _home() -> Iterator[Finding]:
         )
         return
     free = human_bytes(shutil.disk_usage(nearest).free)
-    yield Finding("home", "ok", f"{home}{'' if home.exists() else ' (not made yet)'}, {free} free")
+    yield Finding("home", "ok", f"{home}{'' if os.path.exists(home) else ' (not made yet)'}, {free} free")
     kind = _file_system(nearest)
     if kind in ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse.sshfs"):
         yield Finding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import platform
 import signal
 import socket
@@ -185,7 +186,7 @@ def served_store(current: Settings) -> str:
 def _ensure_key(current: Settings, trusted: TrustedKeys, building: bool) -> None:
     """A key to sign with, unless there is one, or builders elsewhere have theirs."""
     path = signing_key_path(current)
-    if path.exists() or (trusted.list() and not building and not unfinished_key(path).exists()):
+    if os.path.exists(path) or (trusted.list() and not building and not os.path.exists(unfinished_key(path))):
         return
     make_signing_key(path, trusted, f"service@{platform.node() or 'this-host'}")
 

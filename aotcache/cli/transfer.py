@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from aotcache.config import Settings, settings
 from aotcache.errors import ConfigError, CorruptArtifact, NotStored, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.store import Entry, Store, open_store
+from aotcache.store.passing import scratch
 from aotcache.trust import SigningKey, Standing, sign, signing_key_path, standing, trust_problem
 from aotcache.types import Digest
 
@@ -182,8 +182,8 @@ def _copy(source: Store, manifest: Manifest, target: Store | None, folder: Path 
         source.fetch(manifest.digest, path)
         return True
     assert target is not None
-    with tempfile.TemporaryDirectory(prefix="aotcache-fetch-") as scratch:
-        archive = Path(scratch, "archive.pt2")
+    with scratch("aotcache-fetch-") as place:
+        archive = place / "archive.pt2"
         source.fetch(manifest.digest, archive)
         return target.publish(manifest, archive)
 
@@ -214,12 +214,12 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
     read: dict[str, _Archive] = {}
     with (
         Progress("verify", len(entries)) as progress,
-        tempfile.TemporaryDirectory(prefix="aotcache-verify-") as scratch,
+        scratch("aotcache-verify-") as place,
     ):
         for entry in entries:
             name = f"{entry.key[:SHORT]} {entry.variant}"
             progress.say(name)
-            problems = _problems(opened, entry, Path(scratch), read)
+            problems = _problems(opened, entry, place, read)
             found = None if entry.manifest is None else standing(entry.manifest, own=own, config=config)
             if found is not None:
                 standings.append(found)
@@ -257,13 +257,13 @@ class _Archive:
     problems: list[str]
 
 
-def _problems(store: Store, entry: Entry, scratch: Path, read: dict[str, _Archive]) -> list[str]:
+def _problems(store: Store, entry: Entry, place: Path, read: dict[str, _Archive]) -> list[str]:
     """What is wrong with an entry; `read` keeps what archives hold, so that each is read once."""
     manifest = entry.manifest
     if manifest is None or entry.problem is not None:
         return [str(entry.problem)]
     try:
-        seen = read.get(manifest.digest) or _read(store, manifest.digest, scratch)
+        seen = read.get(manifest.digest) or _read(store, manifest.digest, place)
     except (StoreError, RejectedArtifact) as error:
         return [str(error)]
     read[manifest.digest] = seen
@@ -284,11 +284,11 @@ def _problems(store: Store, entry: Entry, scratch: Path, read: dict[str, _Archiv
     return problems
 
 
-def _read(store: Store, digest: Digest, scratch: Path) -> _Archive:
+def _read(store: Store, digest: Digest, place: Path) -> _Archive:
     path = store.blob_path(digest)
     if path is not None:
         return _measured(path)
-    path = scratch / digest
+    path = place / digest
     try:
         store.fetch(digest, path)
         return _measured(path)

@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 from typing import Any
 
+from aotcache.store.passing import retried
+
 
 class Stats:
     """Counts per region. Thread-safe; a hit costs one dictionary update."""
@@ -90,6 +92,7 @@ class Stats:
                 "failed": self._requests[2],
                 "verified": self._verified,
                 "deaths": sum(self._deaths.values()),
+                "file_retries": retried(),
                 "regions": {
                     name: {
                         "hits": hits[name],

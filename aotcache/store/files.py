@@ -14,21 +14,19 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from aotcache.errors import RejectedArtifact, StoreError
 from aotcache.ownership import way_out
 from aotcache.store.clients import CHUNK, Info
 from aotcache.store.local import make_dirs, require_private, sync_dir
+from aotcache.store.passing import again, late
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_STALE_RETRIES = (0.01, 0.05, 0.2)
-"""Waits in seconds. A handle is stale while a file is being replaced on another
-host of a network file system; a lookup by name finds the new one."""
 
 _ABANDONED_SECONDS = 24 * 3600.0
 
@@ -67,16 +65,35 @@ class FileClient:
     def chunks(self, path: str, start: int = 0, stop: int | None = None) -> Iterator[bytes] | None:
         """See `Client`."""
         opened = self._read(path, lambda file: file.open("rb"))
-        if opened is None:
-            return None
+        return None if opened is None else self._pieces(path, opened, start, stop)
 
-        def pieces() -> Iterator[bytes]:
-            with opened:
-                opened.seek(start)
-                while chunk := opened.read(CHUNK if stop is None else min(CHUNK, stop - opened.tell())):
-                    yield chunk
+    def _pieces(self, path: str, opened: IO[bytes], start: int, stop: int | None) -> Iterator[bytes]:
+        """Read a file on, opened anew where its handle has become stale: what has a digest for a name is the same."""
+        with ExitStack() as stack:
+            stack.enter_context(opened)
+            file, at = opened, start
 
-        return pieces()
+            def piece() -> bytes:
+                nonlocal file
+                try:
+                    file.seek(at)
+                    return file.read(CHUNK if stop is None else min(CHUNK, stop - at))
+                except OSError as error:
+                    if error.errno == errno.ESTALE:
+                        file = stack.enter_context((self._root / path).open("rb"))
+                    raise
+
+            while True:
+                try:
+                    chunk = again(piece, path)
+                except OSError as error:
+                    raise StoreError(
+                        f"cannot read {self._root / path}: {error.strerror}", path=str(self._root / path)
+                    ) from error
+                if not chunk:
+                    return
+                at += len(chunk)
+                yield chunk
 
     def head(self, path: str) -> Info | None:
         """See `Client`."""
@@ -89,14 +106,14 @@ class FileClient:
         make_dirs(target.parent)
         make_dirs(self.drafts)
         for folder in (target.parent, self.drafts):
-            if (astray := way_out(folder, self._root)) is not None:
+            if (astray := self._way_out(folder)) is not None:
                 raise StoreError(
                     f"cannot write {target}: {astray}, and is not followed; nothing was stored; put a folder "
                     "in its place, or name the place that it leads to as the store",
                     path=str(target),
                 )
-        # A link that no reader follows keeps nobody's object.
-        create = create and way_out(target, self._root) is None
+        # A link that no reader follows, or that leads to nothing, keeps nobody's object.
+        create = create and self._way_out(target) is None and (target.exists() or not target.is_symlink())
         sweep(self.drafts)
         draft = self.drafts / uuid.uuid4().hex
         try:
@@ -119,19 +136,19 @@ class FileClient:
         for name in self._read(prefix, lambda folder: sorted(os.listdir(folder))) or ():
             path = f"{prefix}/{name}"
             target = self._root / path
-            if target.is_dir():
+            if self._read(path, Path.is_dir):
                 # Not even one that stays within: it would list objects twice, or for ever.
                 if target.is_symlink():
                     self._tell(f"{target} is a symbolic link to a folder")
                 else:
                     yield from self.list(path)
-            elif (info := self.head(path)) is not None:
+            elif (info := late(lambda path=path: self.head(path), target)) is not None:  # type: ignore[misc]
                 yield info
 
     def delete(self, path: str) -> bool:
         """See `Client`."""
         target = self._root / path
-        if way_out(target.parent, self._root) is not None:
+        if self._way_out(target.parent) is not None:
             return False
         try:
             target.unlink()
@@ -144,7 +161,7 @@ class FileClient:
     def move(self, path: str, to: str, *, create: bool = False) -> bool:
         """See `Client`."""
         source, target = self._root / path, self._root / to
-        if way_out(source.parent, self._root) is not None:
+        if self._way_out(source.parent) is not None:
             return False
         make_dirs(target.parent)
         try:
@@ -163,14 +180,8 @@ class FileClient:
         return True
 
     def touch(self, path: str) -> None:
-        """Note in a file's time that it is used now, to the hour; nobody waits or fails for that."""
-        target = self._root / path
-        try:
-            if abs(time.time() - target.stat().st_mtime) > _TOUCH_SECONDS:
-                os.utime(target)
-        except OSError:
-            # It is gone, or in a place where this user may only read.
-            return
+        """Note that a file is used now, see `touch`."""
+        touch(self._root / path)
 
     def signed_url(self, path: str, seconds: float) -> str | None:
         """None: a file has no address that others can reach."""
@@ -179,7 +190,7 @@ class FileClient:
     def trusted_path(self, path: str) -> Path | None:
         """See `Client`."""
         target = self._root / path
-        astray = way_out(target, self._root)
+        astray = self._way_out(target)
         if astray is not None:
             raise RejectedArtifact(
                 f"{target} is not opened: {astray}, and who can write there is not known; put the file itself "
@@ -196,23 +207,24 @@ class FileClient:
             self._told.add(what)
             logger.warning("%s, and is not followed: what it stands for is taken for not stored", what)
 
+    def _way_out(self, target: Path) -> str | None:
+        try:
+            return again(lambda: way_out(target, self._root), target)
+        except OSError as error:
+            raise StoreError(f"cannot read {target}: {error.strerror}", path=str(target)) from error
+
     def _read(self, path: str, action: Callable[[Path], T]) -> T | None:
         target = self._root / path
-        astray = way_out(target, self._root)
+        astray = self._way_out(target)
         if astray is not None:
             self._tell(astray)
             return None
-        for wait in (*_STALE_RETRIES, None):
-            try:
-                return action(target)
-            except OSError as error:
-                if error.errno in _ABSENT:
-                    return None
-                if error.errno != errno.ESTALE:
-                    raise StoreError(f"cannot read {target}: {error.strerror}", path=str(target)) from error
-                if wait is not None:
-                    time.sleep(wait)
-        return None
+        try:
+            return again(lambda: action(target), target)
+        except OSError as error:
+            if error.errno in (*_ABSENT, errno.ESTALE):
+                return None
+            raise StoreError(f"cannot read {target}: {error.strerror}", path=str(target)) from error
 
     def _write(self, draft: Path, source: bytes | Path) -> None:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -226,6 +238,16 @@ class FileClient:
                     shutil.copyfileobj(data, file, CHUNK)
             file.flush()
             os.fsync(descriptor)
+
+
+def touch(path: Path) -> None:
+    """Note in the time of a file or folder that it is used now, to the hour; nobody fails for that."""
+    try:
+        if abs(time.time() - path.stat().st_mtime) > _TOUCH_SECONDS:
+            os.utime(path)
+    except OSError:
+        # It is gone, or in a place where this user may only read.
+        return
 
 
 def sweep(folder: Path) -> None:

@@ -13,8 +13,12 @@ from filelock import FileLock, Timeout
 
 from aotcache.errors import RejectedArtifact, StoreError
 from aotcache.ownership import private_problem, way_out
+from aotcache.store.passing import again
 
 T = TypeVar("T")
+
+UNPACKED = "unpacked"
+"""Folder of AOTCACHE_HOME: the members of archives, one folder for each digest."""
 
 
 def make_dirs(path: Path, mode: int = 0o755) -> None:
@@ -26,7 +30,8 @@ def make_dirs(path: Path, mode: int = 0o755) -> None:
     Raises:
         StoreError: naming the path and the reason.
     """
-    if path.is_dir():
+    # What cannot be looked at is found out by making something in it, which says why.
+    if os.path.isdir(path):
         return
     if path.parent != path:
         make_dirs(path.parent, mode)
@@ -34,7 +39,7 @@ def make_dirs(path: Path, mode: int = 0o755) -> None:
         path.mkdir(mode=mode)
         sync_dir(path.parent)
     except FileExistsError:
-        if not path.is_dir():
+        if not is_dir(path):
             raise StoreError(f"{path} is a file, expected a directory; move it", path=str(path)) from None
     except OSError as error:
         raise StoreError(
@@ -44,9 +49,17 @@ def make_dirs(path: Path, mode: int = 0o755) -> None:
         ) from error
 
 
+def is_dir(path: Path) -> bool:
+    """Whether there is such a directory, for all that this user can see."""
+    try:
+        return again(path.is_dir, path)
+    except OSError:
+        return False
+
+
 def sync_dir(path: Path) -> None:
     """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = again(lambda: os.open(path, os.O_RDONLY), path)
     try:
         os.fsync(descriptor)
     finally:

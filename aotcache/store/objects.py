@@ -18,6 +18,7 @@ from aotcache.store.base import Entry, Usage
 from aotcache.store.clients import CHUNK, Client, Info
 from aotcache.store.files import FileClient
 from aotcache.store.local import make_dirs
+from aotcache.store.passing import late
 from aotcache.store.pins import Pin, read_pin
 from aotcache.store.recalls import RecallObjects
 from aotcache.types import CacheKey, Digest, Mode, Variant
@@ -29,10 +30,6 @@ LARGEST_DOCUMENT = 16 << 20
 
 _COMPARED = 200
 """Entries of a bucket that a missing key is compared with: each is a request."""
-
-_LATE_BLOB_RETRIES = (0.02, 0.1)
-"""Waits in seconds. Another host of a network file system can see a new ref
-before the blob that was written first."""
 
 
 class ObjectStore:
@@ -295,7 +292,7 @@ class ObjectStore:
         if ref.size > LARGEST_DOCUMENT:
             why = f"its manifest has {ref.size} bytes, expected at most {LARGEST_DOCUMENT}"
             return Entry(key, variant, None, None, ref.modified, why)
-        data = self._client.get(ref.path)
+        data = late(lambda: self._client.get(ref.path), ref.path)
         if data is None:
             return None
         try:
@@ -305,19 +302,11 @@ class ObjectStore:
         problem: str | None = None
         if (manifest.key, str(manifest.variant)) != (key, variant):
             problem = f"it is filed under another name than its own, {manifest.key}/{manifest.variant}"
-        blob = self._late_head(layout.blob(manifest.digest))
+        place = layout.blob(manifest.digest)
+        blob = late(lambda: self._client.head(place), place)
         if blob is None:
             problem = problem or f"its archive {manifest.digest} is gone"
         return Entry(key, variant, manifest, blob.size if blob else None, ref.modified, problem)
-
-    def _late_head(self, path: str) -> Info | None:
-        found = self._client.head(path)
-        for wait in _LATE_BLOB_RETRIES:
-            if found is not None:
-                break
-            time.sleep(wait)
-            found = self._client.head(path)
-        return found
 
     def _put_blob(self, digest: Digest, archive: Path) -> None:
         path = layout.blob(digest)
@@ -332,7 +321,7 @@ class ObjectStore:
         path = layout.blob(digest)
         found: Digest | None = None
         for _ in range(2):
-            chunks = self._client.chunks(path)
+            chunks = late(lambda: self._client.chunks(path), path)
             if chunks is None:
                 raise NotStored(
                     f"store {self._url} has no archive {digest}; warm again to build it", digest=digest

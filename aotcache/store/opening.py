@@ -93,7 +93,8 @@ def _tier(url: str, settings: Settings) -> Path:
 
 
 def _directory(root: Path, settings: Settings, text: str | None = None) -> ObjectStore:
-    if root.exists() and not root.is_dir():
+    # Not by Path, which raises where this user may not look: reading says that, with the reason.
+    if os.path.exists(root) and not os.path.isdir(root):
         raise StoreError(
             f"store {text or str(root)!r}: {root} is a file, expected a directory, or a path to make one at"
         )

@@ -226,6 +226,8 @@ class TieredStore:
         self._seen.setdefault(manifest.digest, {})[manifest.key, str(manifest.variant)] = manifest
 
     def _copy(self, digest: Digest) -> Path | None:
+        if self.local.blob_size(digest) is None:
+            return None
         try:
             return self.local.blob_path(digest)
         except (NotStored, CorruptArtifact):

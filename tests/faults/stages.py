@@ -469,9 +469,11 @@ class Taking(Stage):
 
     def finished(self) -> list[str]:
         """See `Stage`."""
-        left = [path for tier in (self.home / "tiers").glob("*") for path in (tier / "tmp").glob("*")]
-        hidden = [path for tier in (self.home / "tiers").glob("*") for path in (tier / "tmp").glob(".*")]
-        return [f"unusable: {path.name} is left in the tier" for path in {*left, *hidden}]
+        left = [path.name for path in (self.home / "tiers").glob("*/tmp/*")]
+        # Those with a name of their own are swept once they are a day old.
+        swept = [name for name in left if len(name) == 32]
+        self.notes["drafts to be swept"] = self.notes.get("drafts to be swept", 0) + len(swept)
+        return [f"unusable: {name} is left in the tier" for name in left if name not in swept]
 
 
 class Resuming(Taking):
