@@ -6,6 +6,8 @@ call is run is `attachment.py`'s.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import types
 import weakref
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from aotcache.runtime.record import Recorder
     from aotcache.runtime.request import Requests
     from aotcache.store.base import Store
+
+logger = logging.getLogger(__name__)
 
 OnMiss = Literal["raise", "eager", "record", "request"]
 
@@ -178,8 +182,11 @@ class Handle:
         """Look at the store again for what was missing so far; with `on_miss="request"`, run from
         now on what has come from the service. Call it between two steps.
 
+        What was recalled since it was opened is not run any more: its calls are misses from now on.
+
         With a group all its ranks must call this at the same step, as with any collective: they
-        swap in exactly what every one of them has ready, and ask for what any of them misses.
+        swap in exactly what every one of them has ready, and ask for what any of them misses. What
+        was recalled on one of them none of them runs any more.
 
         Args:
             group: A `torch.distributed.ProcessGroup`, or "world"; with `on_miss="request"` alone.
@@ -187,10 +194,25 @@ class Handle:
         Raises:
             ConfigError: in a group, on all ranks: not all of them request, or this rank is not in it.
         """
+        try:
+            recalled = self.resolver.recalled()
+        except ConfigError as error:
+            if group is None:
+                raise
+            logger.warning("%s", error)  # nothing may keep a rank from where the others wait for it
+            recalled = {}
         if group is None and self.requests is None:
+            self.resolver.drop(recalled)
             self.resolver.forget_misses()
         else:
-            requesting.refresh(self.resolver, self.requests, self.on_miss, group)
+            recalled = requesting.refresh(self.resolver, self.requests, self.on_miss, group, recalled)
+        for reason in dict.fromkeys(recalled.values()):
+            logger.warning("not run any more: %s", reason)
+        if recalled:
+            with self._lock:
+                everywhere = list(self._attachments)
+            for attachment in everywhere:
+                attachment.records = Records()
 
     def detach(self) -> None:
         """Give every module its own forward back. Calls that run meanwhile end as they began.
@@ -340,7 +362,7 @@ def _require_detached(regions: Iterable[Region]) -> None:
 
 def _lock_cells(spec: Spec, lock: str | Path | None) -> list[LockedCell] | None:
     path = Path(lock) if lock is not None else lock_path(spec.path)
-    if lock is None and not path.exists():
+    if lock is None and not os.path.lexists(path):
         return None
     return read_lock(path).cells
 

@@ -111,7 +111,8 @@ def agree_on_ready(
     store: str,
     have: Mapping[CacheKey, Digest],
     wanted: Mapping[CacheKey, tuple[str, str]],
-) -> tuple[set[CacheKey], dict[CacheKey, tuple[str, str]]]:
+    recalled: Mapping[CacheKey, str],
+) -> tuple[set[CacheKey], dict[CacheKey, tuple[str, str]], dict[CacheKey, str]]:
     """Tell the other ranks what is ready here, and learn what all have.
 
     Args:
@@ -119,15 +120,19 @@ def agree_on_ready(
         on_miss, store: This rank's own.
         have: Digest of what runs or could run here, by key.
         wanted: Region and device type of each key that was missed here.
+        recalled: What ran here and must not any more, with the reason.
 
     Returns:
-        The keys that every rank has with the same digest, and all that any rank misses.
+        The keys that every rank has with the same digest, all that any rank misses, and what was
+        recalled on any rank.
 
     Raises:
         ConfigError: on all ranks: not all of them request, or this one is not in the group.
     """
     ranks = _ranks(group, "refresh")
-    own = _Report(on_miss, "", store, have=dict(have), need=sorted(wanted), cells=dict(wanted))
+    own = _Report(
+        on_miss, "", store, have=dict(have), need=sorted(wanted), cells=dict(wanted), lacks=dict(recalled)
+    )
     reports = _exchange(own, group)
     _require_one_reaction(reports, ranks)
     if on_miss != "request":
@@ -138,7 +143,8 @@ def agree_on_ready(
     first = reports[0].have
     agreed = {key for key, digest in first.items() if all(r.have.get(key) == digest for r in reports)}
     missed = {key: report.cells[key] for report in reports for key in report.need}
-    return agreed, {key: (region, device) for key, (region, device) in missed.items()}
+    gone = {key: reason for report in reports for key, reason in report.lacks.items()}
+    return agreed, {key: (region, device) for key, (region, device) in missed.items()}, gone
 
 
 def agree_to_record(group: Group, store: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -124,6 +124,16 @@ class Requests:
                 self._ready.pop(key, None)
             self._count()
 
+    def forget(self, keys: Iterable[CacheKey]) -> None:
+        """Ask for these again when they are missed again: what came of them is not to be run any more."""
+        with self._lock:
+            for key in keys:
+                self._asked.pop(key, None)
+                self._pending.pop(key, None)
+                self._ready.pop(key, None)
+                self._failed.discard(key)
+            self._count()
+
     def close(self) -> None:
         """Ask no more. A request on its way ends by its own limits, in a thread that nobody waits for."""
         with self._lock:
@@ -185,7 +195,8 @@ class Requests:
             self._later(wanted, _LONGEST_PAUSE)
             return
         with self._lock:
-            del self._pending[key]
+            if self._pending.pop(key, None) is None:
+                return  # forgotten meanwhile
             if isinstance(answer, Resolved):
                 self._ready[key] = answer
             else:
@@ -244,26 +255,48 @@ def requests_for(spec: Spec, resolver: Resolver, stats: Stats) -> Requests:
     return Requests(service, spec, resolver, stats)
 
 
-def refresh(resolver: Resolver, requests: Requests | None, on_miss: str, group: Group | None) -> None:
-    """`Handle.refresh`, where something is requested or ranks agree."""
+def refresh(
+    resolver: Resolver,
+    requests: Requests | None,
+    on_miss: str,
+    group: Group | None,
+    recalled: Mapping[CacheKey, str],
+) -> dict[CacheKey, str]:
+    """`Handle.refresh`, where something is requested or ranks agree.
+
+    Args:
+        resolver, requests, on_miss, group: The handle's.
+        recalled: What this rank serves and must not any more, with the reason.
+
+    Returns:
+        What is not served any more: in a group, what was recalled on any rank.
+    """
     ready = {} if requests is None else requests.ready()
+    stale = [key for key, answer in ready.items() if not resolver.may_run(answer)]
+    ready = {key: answer for key, answer in ready.items() if key not in stale}
+    dropped, missed = dict(recalled), dict[CacheKey, tuple[str, str]]()
     if group is not None:
         have = {key: answer.executable.manifest.digest for key, answer in ready.items()}
-        agreed, missed = agree_on_ready(
+        served = {key: digest for key, digest in resolver.served.items() if key not in recalled}
+        agreed, missed, dropped = agree_on_ready(
             group,
             on_miss,
             resolver.store.url,
-            {**have, **resolver.served},
+            {**have, **served},
             {} if requests is None else requests.asked,
+            recalled,
         )
         resolver.hold()
-        if requests is not None:
-            served = resolver.served
-            requests.want_all({key: of for key, of in missed.items() if key not in served})
-        ready = {key: answer for key, answer in ready.items() if key in agreed}
+        ready = {key: answer for key, answer in ready.items() if key in agreed and key not in dropped}
+    resolver.drop(dropped)
+    if requests is not None:
+        requests.forget([*dropped, *stale])
+        left = resolver.served
+        requests.want_all({key: of for key, of in missed.items() if key not in left})
     resolver.swap(ready)
     if requests is not None:
         requests.taken(ready)
+    return dropped
 
 
 def _features(target: Target) -> frozenset[str]:

@@ -225,8 +225,6 @@ class Resolver:
         except ServiceUnavailable as error:
             return Miss(f"archive {manifest.digest} cannot be fetched: {error}")
         except NotStored as error:
-            if self.store.own:
-                raise
             return Miss(f"archive {manifest.digest} is gone from there: {error}")
         if loaded:
             self.stats.loaded(manifest.region, time.perf_counter() - started, manifest.size, manifest.runner)
@@ -276,6 +274,31 @@ class Resolver:
             self._denied = {key: why for key, why in self._denied.items() if key not in opened}
             self.know(answer.executable.manifest for answer in opened.values())
             self._answers = {**self._answers, **opened}
+
+    def recalled(self) -> dict[CacheKey, str]:
+        """Ask the store what was recalled; why, by key, of what is served it must not be any more.
+
+        Raises:
+            ConfigError: a trusted key's file cannot be understood.
+        """
+        self._recalls.check(self.store)
+        found = {
+            key: self._recalls.problem(answer.executable.manifest)
+            for key, answer in list(self._answers.items())
+            if isinstance(answer, Resolved)
+        }
+        return {key: problem for key, problem in found.items() if problem is not None}
+
+    def may_run(self, answer: Resolved) -> bool:
+        """Whether what was opened some time ago was not recalled since, as far as this host knows."""
+        return self._recalls.problem(answer.executable.manifest) is None
+
+    def drop(self, keys: Iterable[CacheKey]) -> None:
+        """Serve these no more: their next calls are looked up again."""
+        gone = set(keys)
+        with self._lock:
+            self._known = {text: m for text, m in self._known.items() if m.key not in gone}
+        self._answers = {k: a for k, a in list(self._answers.items()) if k not in gone}
 
     def forget_misses(self) -> None:
         """Look at the store again for what was missing."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ from aotcache.spec import CompileOptions
 from aotcache.store import open_store
 from aotcache.store.base import Store
 from aotcache.store.objects import ObjectStore
+from aotcache.store.tiered import TieredStore
 from aotcache.trust import SigningKey, sign, trusted_keys
-from aotcache.types import CacheKey, Digest, Miss
+from aotcache.types import CacheKey, Digest, Miss, Target
 from tests.manifests import copies, make_manifest, write_archive
 from tests.runtime import artifacts
 from tests.runtime.artifacts import Artifact, inputs
@@ -38,17 +41,20 @@ from tests.services.s3 import S3, s3_server
 from tests.services.serving import Serving, serving
 
 _dlopened: list[str] = []
+_watched: list[bool] = []
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _watch_dlopen() -> None:
-    """Hooks of this kind stay for good."""
+    """Hooks of this kind stay for good; several modules ask for this one."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "ctypes.dlopen":
             _dlopened.append(str(arguments[0]))
 
-    sys.addaudithook(hook)
+    if not _watched:
+        _watched.append(True)
+        sys.addaudithook(hook)
 
 
 @pytest.fixture(scope="session")
@@ -81,18 +87,21 @@ class Place:
         behind: The objects themselves.
         home: The worker's home.
         entered: Called once something was put.
+        laid: Files that were put there for the test, or that come with it.
     """
 
     worker: Store
     behind: ObjectStore
     home: Path
     entered: Callable[[], object] = lambda: None
+    laid: set[Path] = field(default_factory=set)
 
     def put(self, key: CacheKey, document: bytes, manifest: Manifest, archive: bytes) -> None:
         digest = manifest.digest
         self.behind._client.put(f"blobs/{digest[:2]}/{digest}", archive, create=False)
         self.behind._client.put(f"refs/{key[:2]}/{key}/{manifest.variant}.json", document, create=False)
         self.entered()
+        self.laid = {path for path in self.home.rglob("*") if path.is_file()}
 
     def resolver(self) -> Resolver:
         return Resolver(self.worker, self.home, host.host_facts(), None, Stats())
@@ -102,10 +111,9 @@ class Place:
         return [path for path in _dlopened if path.startswith(str(self.home))]
 
     def fetched(self) -> list[Path]:
-        """Whatever came of the archive to this host."""
-        return [p for p in self.home.rglob("*") if p.is_file() and p.suffix in (".so", ".pt2")] + [
-            p for p in self.home.rglob("blobs/*/*") if p.is_file()
-        ]
+        """Whatever came of the archive to this host, or was unpacked of it."""
+        came = [p for p in self.home.rglob("*") if p.is_file() and p not in self.laid]
+        return [p for p in came if p.suffix in (".so", ".pt2") or p.parents[1].name == "blobs"]
 
 
 def _memory(tmp_path: Path) -> Place:
@@ -132,6 +140,29 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield server
 
 
+def _own(tmp_path: Path) -> Place:
+    """A directory of this user's own: what is signed there must be signed well, all the same."""
+    store = open_store(tmp_path / "own")
+    assert isinstance(store, ObjectStore)
+    return Place(store, store, tmp_path / "home")
+
+
+def _tier(url: str, tmp_path: Path) -> Place:
+    """Somebody who can write to this host's copies of what lies at a service, which knows nothing of it."""
+    worker = open_store(url)
+    assert isinstance(worker, TieredStore)
+    worker.local.mark_origin(url)
+    return Place(worker, worker.local, tmp_path / "home")
+
+
+@pytest.fixture(scope="module")
+def nobody() -> Iterator[str]:
+    """The address of a service that is away: it is bound, and nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
 def _bucket(server: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -150,7 +181,10 @@ def _service(server: Serving, tmp_path: Path, database: Database) -> Place:
     )
 
 
-@pytest.fixture(params=["memory", "copies", "bucket", "service"])
+PLACES = ("memory", "own directory", "copies", "bucket", "service", "tier, origin up", "tier, origin away")
+
+
+@pytest.fixture(params=PLACES)
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, key: SigningKey, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Place]:
@@ -163,8 +197,14 @@ def place(
         yield made
         database.close()
         made.worker.remote.session.close()  # type: ignore[attr-defined]
+    elif request.param == "tier, origin up":
+        made = _tier(request.getfixturevalue("service").url, tmp_path)
+        yield made
+        made.worker.remote.session.close()  # type: ignore[attr-defined]
+    elif request.param == "tier, origin away":
+        yield _tier(request.getfixturevalue("nobody"), tmp_path)
     else:
-        yield {"memory": _memory, "copies": _copies}[request.param](tmp_path)
+        yield {"memory": _memory, "copies": _copies, "own directory": _own}[request.param](tmp_path)
 
 
 def test_what_a_trusted_key_signed_is_opened_and_runs(
@@ -278,12 +318,116 @@ def test_an_archive_that_is_not_the_signed_one_is_never_opened(
         answer = place.resolver().by_key(manifest.key)
     except CorruptArtifact as error:
         found = str(error)
-    else:  # a service looks before it serves, and has dropped it then
+    else:  # a service looks before it serves, and has dropped it then; a tier drops it and finds no other
         assert isinstance(answer, Miss)
         found = answer.reason
-    assert "do not match" in found
+    assert re.search("do not match|is gone from there|cannot be fetched", found)
     assert manifest.digest in found
     assert place.opened() == []
+
+
+def _older_torch(manifest: Manifest) -> Manifest:
+    return replace(manifest, toolchain=replace(manifest.toolchain, torch="2.1.0"))
+
+
+def _other_processor(manifest: Manifest) -> Manifest:
+    return replace(manifest, target=Target("cpu", "aarch64-baseline"))
+
+
+def _other_gpu(manifest: Manifest) -> Manifest:
+    return replace(manifest, target=Target("cuda", "sm_90a"))
+
+
+def _more_features(manifest: Manifest) -> Manifest:
+    return replace(manifest, host=replace(manifest.host, cpu_features=("avx9",)))
+
+
+def _newer_libc(manifest: Manifest) -> Manifest:
+    return replace(manifest, host=replace(manifest.host, glibc="99.0"))
+
+
+def _missing_library(manifest: Manifest) -> Manifest:
+    return replace(manifest, host=replace(manifest.host, libraries=("libaotcache-none.so.1",)))
+
+
+def _missing_operator(manifest: Manifest) -> Manifest:
+    operators = {"aotcache_none::op": {"schema": "s", "module": "m"}}
+    return replace(manifest, host=replace(manifest.host, operators=operators))
+
+
+MISMATCHES = {
+    _older_torch: "built with torch 2.1.0",
+    _other_processor: "built for cpu:aarch64-baseline",
+    _other_gpu: "built for cuda:sm_90a",
+    _more_features: "avx9",
+    _newer_libc: "glibc 99.0",
+    _missing_library: "libaotcache-none.so.1",
+    _missing_operator: "aotcache_none::op",
+}
+
+
+@pytest.mark.parametrize("mismatch", MISMATCHES, ids=lambda mismatch: mismatch.__name__.strip("_"))
+def test_what_this_host_cannot_run_is_a_miss_and_not_one_byte_of_it_is_fetched(
+    place: Place,
+    pair: Artifact,
+    manifest: Manifest,
+    key: SigningKey,
+    mismatch: Callable[[Manifest], Manifest],
+) -> None:
+    """Signed as it should be, and for another host."""
+    other = mismatch(manifest)
+    place.put(other.key, sign(other, key).document(), other, pair.archive.read_bytes())
+    answer = place.resolver().by_key(other.key)
+    assert isinstance(answer, Miss)
+    assert MISMATCHES[mismatch] in answer.reason
+    assert place.opened() == []
+    assert place.fetched() == []
+
+
+def test_of_several_variants_the_one_that_runs_here_is_opened(
+    place: Place, pair: Artifact, manifest: Manifest, key: SigningKey
+) -> None:
+    archive = pair.archive.read_bytes()
+    for other in (_older_torch(manifest), manifest, _other_gpu(manifest)):
+        place.put(manifest.key, sign(other, key).document(), other, archive)
+    answer = place.resolver().by_key(manifest.key)
+    assert isinstance(answer, Resolved)
+    assert answer.executable.manifest == manifest
+
+
+def test_an_unsigned_manifest_is_a_miss_wherever_others_could_have_put_it(
+    place: Place, pair: Artifact, manifest: Manifest
+) -> None:
+    place.put(manifest.key, manifest.document(), manifest, pair.archive.read_bytes())
+    answer = place.resolver().by_key(manifest.key)
+    if place.worker.own:
+        assert isinstance(answer, Resolved)
+        return
+    assert isinstance(answer, Miss)
+    assert "nobody signed it" in answer.reason
+    assert place.opened() == []
+    assert place.fetched() == []
+
+
+@pytest.mark.parametrize("what", ["a library", "every library", "a link to it"])
+def test_what_was_changed_after_it_was_unpacked_is_made_anew(
+    place: Place, pair: Artifact, manifest: Manifest, key: SigningKey, what: str
+) -> None:
+    """By another process of this user's, between two openings: the good bytes are opened, never the changed ones."""
+    place.put(manifest.key, sign(manifest, key).document(), manifest, pair.archive.read_bytes())
+    folder = registry.unpack(manifest, registry._AtHand(pair.archive), place.home)
+    libraries = sorted(folder.rglob("*.so"))
+    for library in libraries if what == "every library" else libraries[:1]:
+        evil = place.home / f"evil-{library.name}"
+        evil.write_bytes(library.read_bytes()[:-8] + bytes(8))
+        library.unlink()
+        library.symlink_to(evil) if what == "a link to it" else evil.rename(library)
+    answer = place.resolver().by_key(manifest.key)
+    assert isinstance(answer, Resolved)
+    for path in place.opened():
+        name = Path(path).relative_to(folder).as_posix()
+        assert hashlib.sha256(Path(path).read_bytes()).hexdigest() == manifest.members[name]
+        assert not Path(path).is_symlink()
 
 
 def test_signed_members_that_are_not_the_archives_are_never_opened(
