@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import asdict
 from hashlib import sha256
 from typing import Annotated, Any
@@ -227,22 +226,9 @@ def remove(
     deleted = 0
     for entry in list(service.store.variants(name)):
         if variant in (None, entry.variant):
-            deleted += _remove(service, name, entry.variant)
+            deleted += service.collector.remove(name, entry.variant)[0]
     service.index.remove(name, variant)
     return Deleted(deleted=deleted)
-
-
-def _remove(service: Service, key: CacheKey, variant: str) -> bool:
-    with service.database.exclusive(key, variant):
-        entry = service.store.entry(key, variant)
-        digest = None if entry is None or entry.manifest is None else entry.manifest.digest
-        with nullcontext() if digest is None else service.database.exclusive("archive", digest):
-            there = service.store.delete_ref(key, variant)
-            indexed = service.index.remove(key, variant)
-            # The index knows who else names it; where it did not know this entry, it may lack others.
-            if digest is not None and indexed and not service.index.names(digest):
-                service.store.delete_blob(digest)
-    return there
 
 
 @router.get("/v1/keys/{key}/why", summary="What is nearest to a key", responses=ERRORS)

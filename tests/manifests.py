@@ -19,7 +19,8 @@ from aotcache.manifest import (
     Provenance,
 )
 from aotcache.store import open_store
-from aotcache.store.objects import ORIGIN, ObjectStore
+from aotcache.store.layout import ORIGIN
+from aotcache.store.objects import ObjectStore
 from aotcache.types import Digest, Target, Toolchain
 
 TOOLCHAIN = Toolchain("2.13.0", "c" * 40, None)

@@ -18,11 +18,11 @@ from aotcache.errors import StoreError
 from aotcache.ownership import private_problem
 from aotcache.store.collect import Collection, carry_out
 from aotcache.store.evict import Candidate, Collected, Limits, Protected
+from aotcache.store.local import UNPACKED
 from aotcache.store.local import locked as holding
 from aotcache.store.opening import directory, tier_folder
 from aotcache.types import Digest, is_digest
 
-UNPACKED = "unpacked"
 _DRAFT = ".unpacking-"
 _REMOVING = ".removing-"
 _LONGEST_URL = 4096
@@ -167,4 +167,4 @@ def _names(folder: Path) -> list[Path]:
     return found
 
 
-__all__ = ["UNPACKED", "collect_copies"]
+__all__ = ["collect_copies"]
