@@ -350,6 +350,70 @@ class FinishRequest(Answer):
     )
 
 
+class GcRequest(Answer):
+    """What is to be kept. Without limits only what nothing names goes."""
+
+    max_bytes: int | None = Field(
+        default=None, ge=0, le=(1 << 63) - 1, description="Of all archives", examples=[50 << 30]
+    )
+    max_age: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e12,
+        allow_inf_nan=False,
+        description="Seconds that an entry may go unused",
+        examples=[2592000.0],
+    )
+    locked: list[Hex64] = Field(default=[], max_length=10_000, description="Digests that lock files name")
+    dry_run: bool = False
+    cursor: str | None = Field(default=None, max_length=600, pattern="^[A-Za-z0-9_=-]*$")
+
+
+class GcRow(Answer):
+    """Something that goes, or that only its protection keeps."""
+
+    kind: Literal["entry", "archive"]
+    key: Hex64 | None = Field(examples=[_KEY])
+    variant: str | None = Field(examples=[_VARIANT])
+    digest: Hex64 | None = Field(examples=[_DIGEST])
+    size: int | None = Field(examples=[48213])
+    last_used: float = Field(examples=[1767225600.0])
+    what: str | None = Field(examples=["layers.0 train seq=256"])
+    remove: bool
+    reason: str = Field(examples=["age"])
+
+
+class GcAnswer(Answer):
+    """What one round did, or would do. Bytes are of all archives that entries name."""
+
+    decisions: list[GcRow]
+    before: int = Field(examples=[96426])
+    after: int = Field(examples=[48213])
+    over: int = Field(description="Bytes above the limit still", examples=[0])
+    next: str | None = Field(description="`cursor` of the next round; null at the end")
+    notes: list[str]
+
+
+class PinRequest(Answer):
+    """Why it is pinned, for whoever looks later."""
+
+    reason: str = Field(default="", max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$", examples=["release 4"])
+
+
+class PinRow(Answer):
+    """A key whose entries stay, or a digest whose entries do."""
+
+    what: Hex64 = Field(examples=[_KEY])
+    reason: str = Field(examples=["release 4"])
+    at: float = Field(examples=[1767225600.0])
+
+
+class PinsAnswer(Answer):
+    """Everything that is pinned."""
+
+    pins: list[PinRow]
+
+
 class Health(Answer):
     """It answers."""
 

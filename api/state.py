@@ -16,6 +16,7 @@ from aotcache.api.watching import Watching
 from aotcache.db.engine import Database
 from aotcache.errors import ConfigError
 from aotcache.service.builds import Builds
+from aotcache.service.gc import Collector
 from aotcache.service.index import Index
 from aotcache.service.leases import Leases
 from aotcache.service.recalls import ServiceRecalls
@@ -80,6 +81,7 @@ class Service:
         self.database = Database(config.database)
         self.index = Index(self.database)
         self.leases = Leases(self.database, seconds=config.lease_seconds)
+        self.collector = Collector(self.database, self.index, self.leases, store)
         self.builds = Builds(self.database, self.leases, failed_seconds=config.failed_seconds)
         self.watching = Watching(self.builds)
         self.tokens = Tokens(self.database)
