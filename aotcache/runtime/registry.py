@@ -28,7 +28,9 @@ from aotcache.runtime.function import Executable
 from aotcache.runtime.openings import FirstRun, Opening, marked
 from aotcache.runtime.runner import Library, PackageRunner, Runner
 from aotcache.store.base import Store
-from aotcache.store.local import make_dirs, once, require_private
+from aotcache.store.files import touch
+from aotcache.store.local import UNPACKED, is_dir, make_dirs, once, require_private
+from aotcache.store.passing import again, remove_tree
 from aotcache.trust import standing, trust_problem
 from aotcache.types import Digest
 
@@ -78,11 +80,33 @@ def open_artifact(manifest: Manifest, store: Store, home: Path) -> tuple[Executa
         found = _opened.get(mark)
         if found is not None:
             return found, False
-        folder = unpack(manifest, _Fetched(store), home)
-        _require_trusted(manifest, store, home, opening=True)
-        made = _open_marked(manifest, folder, store, home)
-        _opened[mark] = made
+        made = _opened[mark] = _unpack_and_open(manifest, store, home)
         return made, True
+
+
+def _unpack_and_open(manifest: Manifest, store: Store, home: Path) -> Executable:
+    """Once more if a collection removes the archive or the folder between two steps."""
+    retried = False
+    while True:
+        try:
+            folder = unpack(manifest, _Fetched(store), home)
+            _require_trusted(manifest, store, home, opening=True)
+            made = _open_marked(manifest, folder, store, home)
+        except (RejectedArtifact, StoreError, OSError) as error:
+            vanished = not unpacked_folder(home, manifest.digest).is_dir()
+            if retried or not (vanished and type(error) in (RejectedArtifact, StoreError, FileNotFoundError)):
+                raise
+            retried = True
+            logger.info("archive %s is unpacked once more: %s", manifest.digest, error)
+            continue
+        store.used(manifest.digest)
+        touch(folder)
+        return made
+
+
+def unpacked_folder(home: Path, digest: Digest) -> Path:
+    """Where the members of an archive are unpacked."""
+    return home / UNPACKED / digest
 
 
 def _require_trusted(manifest: Manifest, store: Store, home: Path, *, opening: bool = False) -> None:
@@ -209,11 +233,11 @@ def unpack(manifest: Manifest, source: _Fetched | _AtHand, home: Path) -> Path:
 
     `unpacked/<digest>` appears whole or not at all; whichever process comes first makes it.
     """
-    folder = home / "unpacked" / manifest.digest
+    folder = unpacked_folder(home, manifest.digest)
     make_dirs(folder.parent, 0o700)
 
     def intact() -> Path | None:
-        return folder if folder.is_dir() and _problem(manifest, folder, home) is None else None
+        return folder if is_dir(folder) and _problem(manifest, folder, home) is None else None
 
     def make() -> Path:
         # What lies there, if anything, somebody has changed.
@@ -232,10 +256,7 @@ def _problem(manifest: Manifest, folder: Path, home: Path) -> CorruptArtifact | 
     for name, digest in _files(manifest):
         path = folder / name
         try:
-            if first_link(path, folder.parent) is not None:
-                raise OSError(errno.ELOOP, "a symbolic link, expected a file of its own")
-            require_private(path, home)
-            found = hashlib.sha256(path.read_bytes()).hexdigest()
+            found = again(lambda path=path: _measured(path, folder, home), path)  # type: ignore[misc]
         except OSError as error:
             found = f"nothing ({error.strerror})"
         if found != digest:
@@ -246,6 +267,13 @@ def _problem(manifest: Manifest, folder: Path, home: Path) -> CorruptArtifact | 
                 found=found,
             )
     return None
+
+
+def _measured(path: Path, folder: Path, home: Path) -> str:
+    if first_link(path, folder.parent) is not None:
+        raise OSError(errno.ELOOP, "a symbolic link, expected a file of its own")
+    require_private(path, home)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _files(manifest: Manifest) -> Iterator[tuple[str, Digest]]:
@@ -259,10 +287,10 @@ def _files(manifest: Manifest) -> Iterator[tuple[str, Digest]]:
 
 def _clear(path: Path) -> None:
     """Remove a folder, or whatever is in its place; a link itself, never what it leads to."""
-    if path.is_symlink() or path.is_file():
+    if os.path.islink(path) or os.path.isfile(path):
         path.unlink(missing_ok=True)
     else:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
 
 
 def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -> None:
@@ -285,7 +313,7 @@ def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -
             archive.unlink()
         os.replace(draft, folder)
     except OSError as error:
-        if folder.is_dir():
+        if os.path.isdir(folder):
             return
         raise StoreError(
             f"cannot unpack artifact {manifest.digest} to {folder}: {error.strerror}; make room there, or set "
@@ -293,7 +321,8 @@ def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -
             path=str(folder),
         ) from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        if os.path.lexists(draft):
+            remove_tree(draft)
 
 
 def _extract(package: zipfile.ZipFile, info: zipfile.ZipInfo, manifest: Manifest, draft: Path) -> None:
