@@ -11,7 +11,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
-from aotcache.api import artifacts, blobs, builds, gc, health, leases, recalls
+from aotcache.api import artifacts, blobs, builds, deaths, gc, health, leases, recalls
 from aotcache.api.errors import add_error_handlers
 from aotcache.api.middleware import Observed
 from aotcache.api.state import Service, ServiceConfig
@@ -58,7 +58,7 @@ def create_app(config: ServiceConfig) -> FastAPI:
     )
     app.add_middleware(Observed)
     add_error_handlers(app)
-    for part in (artifacts, blobs, leases, builds, recalls, health, gc):
+    for part in (artifacts, blobs, leases, builds, deaths, recalls, health, gc):
         app.include_router(part.router)
     return app
 

@@ -61,6 +61,7 @@ class Metrics:
         self._blobs.set(totals.blobs)
         self._bytes.set(totals.bytes)
         self._database.saved = totals.saved_seconds
+        self._database.deaths = totals.deaths
 
     def builds(self, counts: Mapping[tuple[str, str], int]) -> None:
         """How many builds are in each state and stage now."""
@@ -77,6 +78,7 @@ class _FromDatabase(Collector):
     def __init__(self) -> None:
         self.builds: dict[tuple[str, str], int] = {}
         self.saved = 0.0
+        self.deaths = 0
 
     def collect(self) -> Iterable[Metric]:
         """See prometheus_client."""
@@ -88,4 +90,9 @@ class _FromDatabase(Collector):
             "aotcache_build_seconds_saved",
             "Seconds that the builds of all hits took, which nobody had to wait for again; of the whole database.",
             value=self.saved,
+        )
+        yield CounterMetricFamily(
+            "aotcache_worker_deaths",
+            "Workers that died while they opened an archive or first ran it, as far as that was told.",
+            value=self.deaths,
         )

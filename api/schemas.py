@@ -161,6 +161,30 @@ class ArtifactRow(Answer):
     created: float = Field(examples=[1767225600.0])
     last_used: float | None = Field(examples=[1767225600.0])
     hits: int = Field(examples=[12])
+    deaths: int = Field(description="Workers that are known to have died with its archive", examples=[0])
+
+
+class Death(Answer):
+    """One worker that ended while it opened an archive, or in the first run of one of its graphs."""
+
+    id: str = Field(
+        pattern="^[0-9a-f]{32}$", description="Its own; told twice, it counts once", examples=["0f" * 16]
+    )
+    digest: Hex64 = Field(examples=[_DIGEST])
+    stage: Literal["open", "forward", "backward"]
+    at: float = Field(ge=0, lt=253402300800.0, description="By the worker's clock", examples=[1767225600.0])
+
+
+class DeathsRequest(Answer):
+    """What is to be told."""
+
+    deaths: list[Death] = Field(max_length=100)
+
+
+class DeathsAnswer(Answer):
+    """How many of them were new and of archives that are known here."""
+
+    recorded: int = Field(examples=[1])
 
 
 class ArtifactPage(Answer):

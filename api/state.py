@@ -16,6 +16,7 @@ from aotcache.api.watching import Watching
 from aotcache.db.engine import Database
 from aotcache.errors import ConfigError
 from aotcache.service.builds import Builds
+from aotcache.service.deaths import Deaths
 from aotcache.service.gc import Collector
 from aotcache.service.index import Index
 from aotcache.service.leases import Leases
@@ -86,6 +87,7 @@ class Service:
         self.watching = Watching(self.builds)
         self.tokens = Tokens(self.database)
         self.usage = Usage(self.database)
+        self.deaths = Deaths(self.database)
         self.metrics = Metrics()
         self.specs = Specs(self.database, config.specs)
         self.recalls = ServiceRecalls(self.database)

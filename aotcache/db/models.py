@@ -33,7 +33,7 @@ STATES = ("queued", "running", "done", "failed", "cancelled")
 ACTIVE = ("queued", "running")
 """States that a build can leave."""
 
-COUNTERS = ("fencing", "hits", "misses", "saved_milliseconds")
+COUNTERS = ("fencing", "hits", "misses", "saved_milliseconds", "worker_deaths")
 """Rows of `counters`, which the first migration makes."""
 
 
@@ -136,6 +136,19 @@ class BlobRow(Base):
     digest: Mapped[str] = mapped_column(_HEX64, primary_key=True)
     size: Mapped[int] = mapped_column(BigInteger)
     stored: Mapped[float] = mapped_column(Double)
+
+
+class DeathRow(Base):
+    """One worker that died with an archive. `at` is by its own clock; `id` is its own, so that none counts twice."""
+
+    __tablename__ = "deaths"
+    __table_args__ = (Index("ix_deaths_digest", "digest"),)
+
+    id: Mapped[str] = mapped_column(_ID, primary_key=True)
+    digest: Mapped[str] = mapped_column(_HEX64, ForeignKey("blobs.digest", ondelete="CASCADE"))
+    stage: Mapped[str] = mapped_column(_name(16))
+    at: Mapped[float] = mapped_column(Double)
+    told: Mapped[float] = mapped_column(Double)
 
 
 class BuildRow(Base):

@@ -24,6 +24,7 @@ from aotcache.manifest import Manifest
 from aotcache.service import nearest as explaining
 from aotcache.service import reindexing
 from aotcache.service.cursors import pack, unpack
+from aotcache.service.deaths import counted
 from aotcache.service.nearest import Nearest
 from aotcache.service.queue import artifact_arrived
 from aotcache.service.reindexing import Counts
@@ -56,7 +57,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """One row of a listing. Times are seconds since the epoch; `last_used` is None before the first hit."""
+    """One row of a listing. Times are seconds since the epoch; `last_used` is None before the first hit.
+
+    `deaths` are the workers that are known to have died with its archive.
+    """
 
     key: CacheKey
     variant: str
@@ -71,6 +75,7 @@ class Artifact:
     created: float
     last_used: float | None
     hits: int
+    deaths: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class Totals:
         bytes: Of all blobs.
         hits, misses: Since the database was made; deleted entries count too.
         saved_seconds: Build seconds that hits did not have to spend.
+        deaths: Workers that died with an archive, as far as that was told; since the database was made.
     """
 
     artifacts: int
@@ -110,6 +116,7 @@ class Totals:
     hits: int
     misses: int
     saved_seconds: float
+    deaths: int
 
 
 class Index:
@@ -187,7 +194,9 @@ class Index:
             .order_by(a.key, a.variant)
         )
         with self._database.session() as session:
-            rows = [_artifact(row, last, hits) for row, last, hits in session.execute(statement)]
+            found = session.execute(statement).all()
+            deaths = counted(session, {row.digest for row, _, _ in found})
+            rows = [_artifact(row, last, hits, deaths[row.digest]) for row, last, hits in found]
         more = len(rows) > limit
         rows = rows[:limit]
         return Page(rows, pack(rows[-1].key, rows[-1].variant) if more else None)
@@ -318,6 +327,7 @@ class Index:
             hits=counters["hits"],
             misses=counters["misses"],
             saved_seconds=counters["saved_milliseconds"] / 1000,
+            deaths=counters["worker_deaths"],
         )
 
     @staticmethod
@@ -368,7 +378,7 @@ def _components(key: CacheKey, parts: KeyParts) -> list[dict[str, Any]]:
     ]
 
 
-def _artifact(row: ArtifactRow, last_used: float, hits: int) -> Artifact:
+def _artifact(row: ArtifactRow, last_used: float, hits: int, deaths: int) -> Artifact:
     return Artifact(
         key=CacheKey(row.key),
         variant=row.variant,
@@ -383,6 +393,7 @@ def _artifact(row: ArtifactRow, last_used: float, hits: int) -> Artifact:
         created=row.created,
         last_used=last_used if hits else None,
         hits=hits,
+        deaths=deaths,
     )
 
 

@@ -86,6 +86,17 @@ def _index_tables() -> None:
         sa.PrimaryKeyConstraint("digest", name="pk_blobs"),
         sqlite_with_rowid=False,
     )
+    op.create_table(
+        "deaths",
+        sa.Column("id", _name(32), nullable=False),
+        sa.Column("digest", _name(64), nullable=False),
+        sa.Column("stage", _name(16), nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("told", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_deaths"),
+        sa.ForeignKeyConstraint(["digest"], ["blobs.digest"], name="fk_deaths_digest", ondelete="CASCADE"),
+    )
+    op.create_index("ix_deaths_digest", "deaths", ["digest"])
 
 
 def _recall_tables() -> None:
@@ -197,7 +208,10 @@ def _access_tables() -> None:
     )
     op.bulk_insert(
         counters,
-        [{"name": name, "value": 0} for name in ("fencing", "hits", "misses", "saved_milliseconds")],
+        [
+            {"name": name, "value": 0}
+            for name in ("fencing", "hits", "misses", "saved_milliseconds", "worker_deaths")
+        ],
     )
 
 
@@ -212,6 +226,7 @@ def downgrade() -> None:
         "builds",
         "recalled",
         "recall_lists",
+        "deaths",
         "blobs",
         "usage",
         "key_components",

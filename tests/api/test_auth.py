@@ -27,6 +27,7 @@ CLAIM = {"specs": ["drafter"], "variants": ["v"], "holder": "h"}
 # Method and route; the scope it needs; how to call it; what it answers once it is let through.
 TABLE: dict[tuple[str, str], tuple[str | None, str, dict[str, Any], int]] = {
     ("POST", "/v1/resolve"): ("read", "/v1/resolve", {"json": {"keys": []}}, 200),
+    ("POST", "/v1/deaths"): ("read", "/v1/deaths", {"json": {"deaths": []}}, 200),
     ("GET", "/v1/artifacts"): ("read", "/v1/artifacts", {}, 200),
     ("GET", "/v1/artifacts/{key}"): ("read", f"/v1/artifacts/{KEY}", {}, 404),
     ("PUT", "/v1/artifacts/{key}"): ("publish", f"/v1/artifacts/{KEY}", {"content": b"{}"}, 422),

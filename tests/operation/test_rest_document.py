@@ -161,6 +161,7 @@ def test_the_scope_of_every_route_is_the_one_in_the_table(service: Serving) -> N
     weak = {scope: service.token(scope) for scope in ("read", "publish", "build")}
     bodies = {
         "/v1/resolve": {"keys": []},
+        "/v1/deaths": {"deaths": []},
         "/v1/keys/{key}/why": {},
         "/v1/leases": {"key": "0" * 64, "variant": "v", "holder": "h"},
         "/v1/leases/{id}": {"token": 1},
