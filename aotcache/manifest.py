@@ -27,8 +27,9 @@ _READABLE = (1, 2)
 
 _STRICT = ConfigDict(extra="forbid")
 
-_SHA256 = re.compile(rb',"sha256":"([0-9a-f]{64})"}\Z')
-_SHA256_BYTES = 80
+_SHA256 = re.compile(rb',"unsigned_sha256":"([0-9a-f]{64})"}\Z')
+"""Its name comes last in the order of names, also when a service has written the document anew."""
+_SHA256_BYTES = 100
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.+-]{1,200}\Z")
 
@@ -303,7 +304,7 @@ class Manifest:
         if self.envelope is not None:
             return self.envelope.to_json()
         data = self.to_json()
-        return data[:-1] + b',"sha256":"%b"}' % sha256(data).encode()
+        return data[:-1] + b',"unsigned_sha256":"%b"}' % sha256(data).encode()
 
     def with_envelope(self, envelope: Envelope) -> Manifest:
         """The same manifest as the payload of `envelope`, which is not looked into."""
@@ -341,7 +342,7 @@ class Manifest:
         data = _checked(data, where)
         try:
             found = json.loads(data)
-            if isinstance(found, dict) and "sha256" in found:
+            if isinstance(found, dict) and "unsigned_sha256" in found:
                 raise ManifestError(
                     f"{where}: the manifest is damaged: its sha256 is not at its end, where it was written; "
                     "delete it and warm again"

@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from aotcache.passing import again
+
 
 def private_problem(path: Path) -> str | None:
     """Why another user could have written `path`; None if only this user or root could.
@@ -15,7 +17,7 @@ def private_problem(path: Path) -> str | None:
     Raises:
         OSError: if it cannot be looked at.
     """
-    status = path.stat()
+    status = again(path.stat, path)
     if status.st_uid not in (os.getuid(), 0):
         return f"{path} belongs to uid {status.st_uid}, expected uid {os.getuid()}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -35,7 +37,7 @@ def first_link(path: Path, root: Path) -> Path | None:
     for part in path.relative_to(root).parts:
         current = os.path.join(current, part)
         try:
-            mode = os.lstat(current).st_mode
+            mode = again(lambda place=current: os.lstat(place), current).st_mode  # type: ignore[misc]
         except (FileNotFoundError, NotADirectoryError):
             return None
         if stat.S_ISLNK(mode):

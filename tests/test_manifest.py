@@ -111,9 +111,10 @@ def test_an_archive_that_cannot_be_one_is_refused(changes: dict[str, Any]) -> No
 def test_a_bare_document_ends_with_its_own_digest_and_is_still_json() -> None:
     manifest = make_manifest()
     data = manifest.document()
-    assert json.loads(data).pop("sha256") == hashlib.sha256(manifest.to_json()).hexdigest()
+    assert json.loads(data).pop("unsigned_sha256") == hashlib.sha256(manifest.to_json()).hexdigest()
     assert Manifest.from_json(data, where="here") == manifest
     assert Manifest.from_json(data + b"\n", where="here").document() == data
+    assert json.dumps(json.loads(data), sort_keys=True, separators=(",", ":")).encode() == data
 
 
 def test_a_contract_with_one_wrong_digit_is_another_contract_to_nobody() -> None:
@@ -123,6 +124,6 @@ def test_a_contract_with_one_wrong_digit_is_another_contract_to_nobody() -> None
     assert changed != data
     with pytest.raises(ManifestError, match="damaged"):
         Manifest.from_json(changed, where="here")
-    found = Manifest.from_json(changed[: changed.rindex(b',"sha256"')] + b"}", where="here")
+    found = Manifest.from_json(changed[: changed.rindex(b',"unsigned_sha256"')] + b"}", where="here")
     assert found.pair is not None
     assert found.pair.intermediates == 2

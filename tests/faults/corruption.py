@@ -285,7 +285,7 @@ def _kept_signature(scene: Scene, payload: bytes) -> bytes:
     if scene.signed:
         document = scene.envelope()
         return json.dumps({**document, "payload": base64.b64encode(payload).decode()}).encode()
-    return payload[:-1] + scene.ref[scene.ref.rindex(b',"sha256":') :]
+    return payload[:-1] + scene.ref[scene.ref.rindex(b',"unsigned_sha256":') :]
 
 
 @_kind("envelope: signed by a stranger")

@@ -575,6 +575,9 @@ class Unreachable:
             raise ServiceUnavailable("https://cache.example.org was not reached within 5 s")
         return [self._known]
 
+    def recalls(self, of: Any = None) -> list[bytes]:
+        raise ServiceUnavailable("https://cache.example.org was not reached within 5 s")
+
     def blob_path(self, digest: Digest) -> Path | None:
         raise ServiceUnavailable("https://cache.example.org was not reached within 5 s")
 
