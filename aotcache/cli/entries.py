@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from aotcache.cli.deaths import KnownDeaths
 from aotcache.cli.output import (
     JsonFlag,
     StoreOption,
@@ -102,11 +103,14 @@ def ls(
     opened = open_store(store)
     found = [e for e in opened.entries() if region is None or _matches(e, region)]
     usage = opened.usage()
+    deaths = KnownDeaths.of(opened)
     if as_json:
         emit_json(
             {
                 "store": opened.url,
-                "entries": [_summary(e) | _signature(e, opened) for e in found],
+                "entries": [
+                    _summary(e) | _signature(e, opened) | {"deaths": deaths.number(e)} for e in found
+                ],
                 "refs": usage.refs,
                 "blobs": usage.blobs,
                 "bytes": usage.bytes,
@@ -119,8 +123,10 @@ def ls(
         fill = "" if away else "; `aotcache warm` and `aotcache fetch --to` fill a store"
         print_lines([f"nothing is stored in {where}{fill}"])
         return
-    columns = ("key", "region", "mode", "bucket", "target", "torch", "runner", "size", "digest", "written")
-    print_table(columns, (_row(e) for e in found))
+    columns = (
+        "key", "region", "mode", "bucket", "target", "torch", "runner", "size", "digest", "deaths", "written",
+    )  # fmt: skip
+    print_table(columns, (_row(e, deaths.number(e)) for e in found))
     print_lines([f"{usage.refs} entries, {usage.blobs} archives, {human_bytes(usage.bytes)} in {where}"])
 
 
@@ -148,11 +154,11 @@ def _summary(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _row(entry: Entry) -> Sequence[str]:
+def _row(entry: Entry, deaths: int) -> Sequence[str]:
     m = entry.manifest
     when = human_time(entry.modified)
     if m is None:
-        return (entry.key[:SHORT], f"unreadable: {entry.problem}", "-", "-", "-", "-", "-", "-", "-", when)
+        return (entry.key[:SHORT], f"unreadable: {entry.problem}", "-", "-", "-", "-", "-", "-", "-", "-", when)
     return (
         m.key[:SHORT],
         human_region(m.region),
@@ -163,6 +169,7 @@ def _row(entry: Entry) -> Sequence[str]:
         m.runner,
         human_bytes(entry.size) if entry.size is not None else "gone",
         m.digest[:SHORT],
+        str(deaths or "-"),
         when,
     )
 
@@ -171,10 +178,11 @@ def show(key: KeyArgument, store: StoreOption = None, as_json: JsonFlag = False)
     """Show the manifests of one key: how it is called, what it needs, how it was checked and built."""
     opened = open_store(store)
     found = find(opened, key)
+    deaths = KnownDeaths.of(opened)
     if as_json:
         emit_json(
             [
-                json.loads(e.manifest.to_json()) | _signature(e, opened)
+                json.loads(e.manifest.to_json()) | _signature(e, opened) | deaths.to_json(e)
                 if e.manifest is not None
                 else _unreadable(e)
                 for e in found
@@ -186,6 +194,7 @@ def show(key: KeyArgument, store: StoreOption = None, as_json: JsonFlag = False)
             print_lines([""])
         if entry.problem is not None:
             print_lines([f"problem      {entry.problem}"])
+        print_lines(deaths.lines(entry))
         if entry.manifest is not None:
             print_lines(
                 _describe(entry.manifest, standing(entry.manifest, own=opened.own, config=settings()))
