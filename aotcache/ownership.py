@@ -48,8 +48,10 @@ def first_link(path: Path, root: Path) -> Path | None:
 def way_out(path: Path, root: Path) -> str | None:
     """Where a path below `root` really leads, if a symbolic link on the way leads out; None if it stays within.
 
-    Links in circles stay within nothing, and are said, too.
+    Links in circles stay within nothing, and are said, too; so is a path with `..` in it.
     """
+    if ".." in path.parts:
+        return f"{path} has .. in it"
     link = first_link(path, root)
     if link is None:
         return None

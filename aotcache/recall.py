@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 import uuid
@@ -212,10 +213,20 @@ class Recalls:
         Raises:
             ConfigError: a trusted key's file cannot be understood.
         """
-        if not self._signers():
-            return None
-        known = signers(Settings())
-        for signer in self._signers():
+        return self.word(("archive", manifest.digest), ("key", manifest.key))
+
+    def word(self, *things: tuple[str, str]) -> str | None:
+        """Why none of these is to be opened, or None.
+
+        Args:
+            things: What each is, "archive" or "key", and its digest or key.
+
+        Raises:
+            ConfigError: a trusted key's file cannot be understood.
+        """
+        having = self._signers()
+        known = signers(Settings()) if having else {}
+        for signer in having:
             if signer not in known:
                 continue
             lists = self._lists(signer)
@@ -226,11 +237,10 @@ class Recalls:
                     "it is healed when a store that shows it is reached, or delete it"
                 )
             words = merged(found.listed for _, found in lists if found is not None)
-            for what in (manifest.digest, manifest.key):
-                entry = words.get(what)
+            for what, name in things:
+                entry = words.get(name)
                 if isinstance(entry, Recalled):
-                    thing = f"key {what}" if what == manifest.key else f"archive {what}"
-                    return f"{thing} is recalled: {InForce(entry, known[signer])}"
+                    return f"{what} {name} is recalled: {InForce(entry, known[signer])}"
         return None
 
     def in_force(self) -> list[InForce]:
@@ -341,8 +351,10 @@ class Recalls:
         try:
             data = json.loads(self._note_path(url).read_bytes())
             note = _Note(float(data["asked"]), {str(k): int(v) for k, v in data["shown"].items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             return self._notes.get(url)
+        if not math.isfinite(note.asked):
+            return self._notes.get(url)  # no clock says that, and no list would ever be too old
         own = self._notes.get(url)
         return note if own is None or note.asked >= own.asked else own
 

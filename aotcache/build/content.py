@@ -12,6 +12,7 @@ from aotcache.config import Settings
 from aotcache.drafts import replace_file
 from aotcache.errors import AotcacheError
 from aotcache.manifest import Manifest
+from aotcache.recall import recall_problem
 from aotcache.store.base import Store
 from aotcache.store.local import locked, make_dirs
 from aotcache.trust import trust_problem
@@ -62,11 +63,13 @@ class ContentIndex:
                 (
                     m
                     for m in manifests
-                    if m.content == content and trust_problem(m, own=own, config=self._config) is None
+                    if m.content == content
+                    and trust_problem(m, own=own, config=self._config) is None
+                    and recall_problem(m, home=self._config.home) is None
                 ),
                 None,
             )
-        except (OSError, ValueError, KeyError, TypeError, AotcacheError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, AotcacheError):
             return None
 
     def remember(self, manifest: Manifest) -> None:

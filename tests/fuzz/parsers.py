@@ -23,21 +23,28 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from aotcache.api.ranges import Range, Unsatisfiable, accepts, matches, parse_range, range_applies
 from aotcache.archive import contents, differences, flaws, readable
+from aotcache.build.content import ContentIndex
 from aotcache.cli.quantities import byte_size, duration
+from aotcache.config import Settings
 from aotcache.envelope import Envelope, Signature
 from aotcache.errors import AotcacheError
 from aotcache.key import KeyParts
 from aotcache.lockfile import Lock, LockedCell, read_lock
 from aotcache.manifest import Manifest
+from aotcache.recall import Recalls
 from aotcache.recall_list import Recalled, RecallList, SignedList
 from aotcache.recorded import INDEX, Index, RecordedCall, RecordedKey, read_index
+from aotcache.runtime import openings
+from aotcache.runtime.openings import Deaths, known_deaths
 from aotcache.service import cursors
 from aotcache.spec import load_spec
-from aotcache.store import layout
+from aotcache.store import layout, open_store
 from aotcache.store.answers import error_of, retry_after, service_url
+from aotcache.store.deaths import Report
 from aotcache.store.http import HttpStore
 from aotcache.store.pins import Pin, read_pin
 from aotcache.store.sse import parse_events
+from aotcache.store.survey import is_newer
 from aotcache.trust import PublicKey, SigningKey, TrustedKeys, sign
 from aotcache.types import CacheKey, Digest, Target
 from tests.manifests import make_manifest
@@ -330,6 +337,62 @@ def _target(data: bytes) -> None:
 def _pin(data: bytes) -> None:
     """A pin that cannot be read pins all the same."""
     assert read_pin("a" * 64, data).what == "a" * 64
+
+
+@_parser("ref of a newer release", _manifests)
+def _newer(data: bytes) -> None:
+    assert type(is_newer(data)) is bool
+
+
+def _deaths() -> Sequence[bytes]:
+    digest = Digest("a" * 64)
+    report = Report("b" * 32, digest, "open", 1.0, "https://cache.example.org")
+    found = Deaths(digest, CacheKey("c" * 64), "layers.0", 1, "forward", 1.0, "b" * 32, (report,))
+    mark = {"digest": digest, "stage": "open", "at": 1.0, "key": "c" * 64, "region": "r", "pid": 1,
+            "store": "https://cache.example.org"}  # fmt: skip
+    return [json.dumps(asdict(found)).encode(), json.dumps(mark).encode()]
+
+
+@_parser("deaths and marks", _deaths)
+def _death(data: bytes) -> None:
+    """Files that cannot be understood are passed over."""
+    home = _folder() / "home"
+    for name in ("a" * 64, "d" * 64):
+        _file(f"home/deaths/{name}.json", data)
+    known_deaths(home)
+    _file(f"home/opening/{'b' * 32}.json", data)
+    openings._settle(home)
+    known_deaths(home)
+
+
+def _notes() -> Sequence[bytes]:
+    note = {"url": "https://cache.example.org", "asked": 1.0, "shown": {"a" * 64: 3}}
+    return [json.dumps(note).encode(), SignedList.make(_recall(), _key()).document]
+
+
+@_parser("kept recalls", _notes)
+def _kept(data: bytes) -> None:
+    """Of a host's own notes nothing may make a list look newer than it is."""
+    home, url = _folder() / "home", "https://cache.example.org"
+    recalls = Recalls(home)
+    _file(str(recalls._note_path(url).relative_to(_folder())), data)
+    found = recalls._noted(url)
+    assert found is None or found.asked < float("inf")
+    signer = _key().public.fingerprint.removeprefix("ed25519:")
+    kept = _file(f"home/recalls/{signer}/{1:016d}-{hashlib.sha256(data).hexdigest()[:16]}.json", data)
+    recalls._lists(signer)
+    kept.unlink()
+
+
+@_parser("note of a graph", lambda: [json.dumps({"key": make_manifest().key}).encode()])
+def _graph(data: bytes) -> None:
+    """Costs a build, no more."""
+    config = Settings(
+        home=_folder() / "home", config_home=_folder() / "config", store=str(_folder() / "store")
+    )
+    index = ContentIndex(config, open_store(config.store), _folder())
+    _file("home/content/graph.json", data)
+    assert index._recall("graph") is None
 
 
 @_parser("address of a service", lambda: [b"https://cache.example.org:8443/team/", b"http://[::1]:80"])

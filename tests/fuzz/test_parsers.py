@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.faults import mutations
 from tests.fuzz.parsers import PARSERS, Parser, feed
 
-EXAMPLES = 150
+EXAMPLES = 100
 """Of each parser and kind; `make fuzz` goes on from there."""
 
 quick = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)

@@ -186,6 +186,7 @@ def test_where_paths_lead(tmp_path: Path) -> None:
     assert f"to {tmp_path}" in (way_out(root / "outer", root) or "")
     assert way_out(root / "nowhere", root) is None
     assert "in circles" in (way_out(root / "circle", root) or "")
+    assert ".. in it" in (way_out(root / "folder" / ".." / ".." / "x", root) or "")
     assert first_link(root / "inner" / "x", root) == root / "inner"
     with pytest.raises(RejectedArtifact, match="symbolic link out of"):
         require_private(root / "outer", root)
