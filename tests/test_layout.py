@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "aotcache"
 
 LAYERS = (
-    {"errors", "types", "envelope", "ownership", "drafts"},
+    {"errors", "types", "envelope", "ownership", "drafts", "passing"},
     {
         "archive",
         "spec",

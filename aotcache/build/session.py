@@ -22,13 +22,15 @@ from aotcache.errors import AotcacheError, BuildError, ConfigError, LeaseLost, S
 from aotcache.key import KeyParts
 from aotcache.lockfile import Lock, LockedCell, lock_path, read_lock, write_lock
 from aotcache.manifest import Manifest
+from aotcache.passing import new_folder, remove_tree, scratch
+from aotcache.recall import Recalls
+from aotcache.rotation import sign_with, signing_keys
 from aotcache.spec import Spec, load_spec
 from aotcache.store import open_store
 from aotcache.store.base import Store
 from aotcache.store.builds import Lease, leasing, service_of, shared
 from aotcache.store.local import make_dirs
-from aotcache.store.passing import new_folder, remove_tree, scratch
-from aotcache.trust import SigningKey, sign, signing_key_path
+from aotcache.trust import SigningKey
 from aotcache.types import Digest, Target, Variant
 
 _STAGING = "warm-"
@@ -60,16 +62,16 @@ class Session:
         self._telling = threading.Lock()
         self.stopped = threading.Event()
         self._builders: list[Sandbox] = []
-        self._key: SigningKey | None = None
+        self._keys: list[SigningKey] = []
 
     def prepare_to_publish(self) -> None:
-        """Take the signing key in hand if the store asks for signatures: to be called before anything is built.
+        """Take the signing keys in hand if the store asks for signatures: to be called before anything is built.
 
         Raises:
             ConfigError: the store is not this user's own, and there is no signing key.
         """
-        if self._key is None and not self.store.own:
-            self._key = SigningKey.load(signing_key_path(self.config))
+        if not self._keys and not self.store.own:
+            self._keys = signing_keys(self.config)
 
     def require_trusted_key(self) -> None:
         """Find out before a build what the service would say after it.
@@ -79,10 +81,10 @@ class Session:
         """
         self.prepare_to_publish()
         service = service_of(self.store)
-        if self._key is None or service is None:
+        if not self._keys or service is None:
             return
-        public = self._key.public
-        if service.trusts(public.fingerprint) is False:
+        public = self._keys[0].public
+        if all(service.trusts(key.public.fingerprint) is False for key in self._keys):
             raise ConfigError(
                 f"{service.url} takes nothing from here: it does not trust this host's key {public.fingerprint}. "
                 f"On the service's host, under its AOTCACHE_CONFIG_HOME: aotcache trust add {public.to_text()}",
@@ -132,7 +134,7 @@ class Session:
     def capture(self, sandbox: Sandbox) -> list[Cell]:
         """Run the drafter in a builder, and list what it calls."""
         self.tell(lambda p: p.stage(None, "start a builder"))
-        answer = sandbox.request({"do": "capture"}, lambda e: self._stage(None, e))
+        answer = sandbox.request({"do": "capture"}, lambda e: self.stage(None, e))
         return [
             Cell(
                 c["region"],
@@ -150,7 +152,8 @@ class Session:
         """`capture`, and what the store has of it."""
         return make_plan(self.capture(sandbox), shared(self.store), self.toolchain)
 
-    def _stage(self, cell: Cell | None, event: Mapping[str, Any]) -> None:
+    def stage(self, cell: Cell | None, event: Mapping[str, Any]) -> None:
+        """Have the display shown what a builder does now, by one of its events."""
         if "bucket" in event:
             sizes = ",".join(f"{name}={size}" for name, size in event["bucket"].items())
             which = "" if cell is None else " in a further builder"
@@ -172,12 +175,15 @@ class Session:
             lease: The service's, under which it is published.
 
         Raises:
-            StoreError: the store cannot be written, which fails every cell: said once, at once.
+            StoreError: the store cannot be read or written, which fails every cell: said once, at once.
         """
         self.prepare_to_publish()
         started = time.perf_counter()
+        recalls = Recalls(self.config.home)
+        recalls.learn(self.store)
         index = ContentIndex(self.config, self.store, self.staging)
         try:
+            _require_buildable_key(cell, recalls)
             answer = sandbox.request(
                 {"do": "build", "key": cell.key, "target": str(cell.target)},
                 lambda event: self._answer(cell, event, index, force),
@@ -185,6 +191,7 @@ class Session:
             manifest = self._sign(
                 cell, Manifest.from_json(answer["manifest"].encode(), where=f"builder of {cell}")
             )
+            _require_another_archive(manifest, recalls)
             self._publish(manifest, Path(answer["archive"]), force, lease)
             index.remember(manifest)
             return Built(cell, time.perf_counter() - started, manifest, None, index.reused)
@@ -217,13 +224,13 @@ class Session:
                 expected=asked[0],
                 found=manifest.key,
             )
-        return manifest if self._key is None else sign(manifest, self._key)
+        return sign_with(manifest, self._keys)
 
     def _answer(
         self, cell: Cell, event: Mapping[str, Any], index: ContentIndex, force: bool
     ) -> dict[str, Any] | None:
         if event["event"] != "prepared":
-            self._stage(cell, event)
+            self.stage(cell, event)
             return None
         return index.claim(event["content"], force=force)
 
@@ -245,6 +252,28 @@ class Session:
         kept = read_lock(path) if os.path.lexists(path) else Lock(self.spec.drafter.name, [])
         write_lock(path, kept.merged(cells))
         return path
+
+
+def _require_buildable_key(cell: Cell, recalls: Recalls) -> None:
+    problem = recalls.word(("key", cell.key))
+    if problem is not None:
+        raise BuildError(
+            f"{cell} is not built: {problem}. Nothing that is built under this key would be opened; when it may be "
+            f"again: aotcache recall --lift {cell.key}",
+            key=cell.key,
+        )
+
+
+def _require_another_archive(manifest: Manifest, recalls: Recalls) -> None:
+    problem = recalls.problem(manifest)
+    if problem is not None:
+        raise BuildError(
+            f"the build gave what was taken back, byte for byte, and is not published: {problem}. Build with another "
+            "torch, compiler or [compile] option, change the region's code, or, if it was recalled in error: "
+            f"aotcache recall --lift {manifest.digest}",
+            key=manifest.key,
+            digest=manifest.digest,
+        )
 
 
 def _present(digest: Digest | None) -> Digest:

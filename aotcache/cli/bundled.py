@@ -20,7 +20,7 @@ import aotcache
 from aotcache.cli.output import JsonFlag, Progress, StoreOption, emit_json, err, print_lines
 from aotcache.cli.warming import WarmProgress
 from aotcache.errors import AotcacheError, ConfigError
-from aotcache.store.passing import scratch
+from aotcache.passing import scratch
 
 SPECS = ("dflash/dflash.toml", "eagle3/eagle3.toml")
 """The specs that are warmed; the first is the one that is trained."""

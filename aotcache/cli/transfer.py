@@ -14,7 +14,7 @@ import typer
 
 from aotcache.archive import contents, flaws, readable
 from aotcache.cli.contact import meet
-from aotcache.cli.entries import SHORT, find
+from aotcache.cli.entries import SHORT, find, recalls_in
 from aotcache.cli.output import (
     JsonFlag,
     Progress,
@@ -24,12 +24,21 @@ from aotcache.cli.output import (
     human_region,
     print_lines,
 )
+from aotcache.cli.rerunning import verify_by_running
 from aotcache.config import Settings, settings
-from aotcache.errors import ConfigError, CorruptArtifact, NotStored, RejectedArtifact, StoreError
+from aotcache.errors import (
+    ConfigError,
+    CorruptArtifact,
+    NotStored,
+    RecalledArtifact,
+    RejectedArtifact,
+    StoreError,
+)
 from aotcache.manifest import Manifest
+from aotcache.passing import scratch
+from aotcache.rotation import sign_with, signing_keys
 from aotcache.store import Entry, Store, open_store
-from aotcache.store.passing import scratch
-from aotcache.trust import SigningKey, Standing, sign, signing_key_path, standing, trust_problem
+from aotcache.trust import Standing, standing, trust_problem
 from aotcache.types import Digest
 
 logger = logging.getLogger(__name__)
@@ -72,6 +81,7 @@ def fetch(
     manifests = _locked(source, lock) if lock is not None else _named(source, keys or [])
     config = settings()
     _require_trusted(source, manifests, config)
+    _require_not_recalled(source, manifests)
     if target is not None and not target.own:
         manifests = _signed(source, manifests, config)
     results: list[dict[str, Any]] = []
@@ -159,6 +169,17 @@ def _require_trusted(source: Store, manifests: Iterable[Manifest], config: Setti
         )
 
 
+def _require_not_recalled(source: Store, manifests: Iterable[Manifest]) -> None:
+    recalls = recalls_in(source)
+    refused = [(m, problem) for m in manifests if (problem := recalls.problem(m)) is not None]
+    if refused:
+        raise RecalledArtifact(
+            f"{source.url}: {len(refused)} of the artifacts asked for are recalled, and nothing is copied; first: "
+            f"{refused[0][1]}; warm again to have another built",
+            digests=[manifest.digest for manifest, _ in refused],
+        )
+
+
 def _signed(source: Store, manifests: list[Manifest], config: Settings) -> list[Manifest]:
     """What leaves this host: signed by whoever signed it before, else with this host's key."""
     bare = [manifest for manifest in manifests if manifest.envelope is None]
@@ -170,8 +191,8 @@ def _signed(source: Store, manifests: list[Manifest], config: Settings) -> list[
             "either; have whoever built it publish it again with a key",
             digests=[manifest.digest for manifest in bare],
         )
-    key = SigningKey.load(signing_key_path(config))
-    return [sign(manifest, key) if manifest.envelope is None else manifest for manifest in manifests]
+    keys = signing_keys(config)
+    return [sign_with(manifest, keys) if manifest.envelope is None else manifest for manifest in manifests]
 
 
 def _copy(source: Store, manifest: Manifest, target: Store | None, folder: Path | None) -> bool:
@@ -196,19 +217,36 @@ def _sha256(path: Path) -> str:
     return found.hexdigest()
 
 
-def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFlag = False) -> None:
+def verify(
+    keys: KeysArgument = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Run what is stored of a spec, and compare with float64 eager.")
+    ] = False,
+    spec: Annotated[Path | None, typer.Option(help="With --run: the spec.  [default: aotcache.toml]")] = None,
+    store: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
     """Check stored artifacts: manifest, key, signature, the archive's bytes and every member of it.
 
     Checks all of the store without KEYs. Nothing is opened, so a bad artifact does no
     harm here. Exit code 1 if anything is wrong.
+
+    With --run the certificates of a spec's artifacts are made again instead: a builder's process runs the drafter
+    and the artifacts on the spec's batches, and compiles nothing. Exit code 1 if one disagrees with eager,
+    cannot be run, or nothing is stored.
     """
+    if run:
+        verify_by_running(keys or [], spec, store, as_json)
+        return
+    if spec is not None:
+        raise ConfigError("verify --spec is for --run; without it, all of the store is checked")
     # What lies there is checked, not copies of it.
     opened = open_store(store, tier=False)
     if keys:
         entries = list({(e.key, e.variant): e for key in keys for e in find(opened, key)}.values())
     else:
         entries = list(opened.entries())
-    config, own = settings(), opened.own
+    config, own, recalls = settings(), opened.own, recalls_in(opened)
     results: list[dict[str, Any]] = []
     standings: list[Standing] = []
     read: dict[str, _Archive] = {}
@@ -224,6 +262,8 @@ def verify(keys: KeysArgument = None, store: StoreOption = None, as_json: JsonFl
             if found is not None:
                 standings.append(found)
                 problems += [] if found.problem is None else [found.problem]
+            recalled = None if entry.manifest is None else recalls.problem(entry.manifest)
+            problems += [] if recalled is None else [recalled]
             progress.step(f"{name} {'; '.join(problems) or 'good'}")
             digest = entry.manifest.digest if entry.manifest is not None else None
             results.append(

@@ -23,6 +23,7 @@ from aotcache.config import Settings
 from aotcache.errors import CorruptArtifact, RecalledArtifact, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.ownership import first_link
+from aotcache.passing import again, remove_tree
 from aotcache.recall import recall_problem
 from aotcache.runtime.function import Executable
 from aotcache.runtime.openings import FirstRun, Opening, marked
@@ -30,7 +31,6 @@ from aotcache.runtime.runner import Library, PackageRunner, Runner
 from aotcache.store.base import Store
 from aotcache.store.files import touch
 from aotcache.store.local import UNPACKED, is_dir, make_dirs, once, require_private
-from aotcache.store.passing import again, remove_tree
 from aotcache.trust import standing, trust_problem
 from aotcache.types import Digest
 
@@ -298,19 +298,7 @@ def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -
     left is cleared away by the next."""
     draft = folder.with_name(f".unpacking-{manifest.digest}")
     try:
-        _clear(draft)
-        draft.mkdir(mode=0o700)
-        archive = source(manifest.digest, draft)
-        with judged(archive, manifest.members, what=f"artifact {manifest.digest}") as package:
-            for info in package.infolist():
-                _extract(package, info, manifest, draft)
-        if manifest.runner == "torch":
-            target = draft / _ARCHIVE
-            if archive != target:
-                shutil.copyfile(archive, target)
-            target.chmod(0o600)
-        elif archive.parent == draft:
-            archive.unlink()
+        again(lambda: _fill(manifest, source, draft), draft)
         os.replace(draft, folder)
     except OSError as error:
         if os.path.isdir(folder):
@@ -323,6 +311,22 @@ def _unpack_anew(manifest: Manifest, source: _Fetched | _AtHand, folder: Path) -
     finally:
         if os.path.lexists(draft):
             remove_tree(draft)
+
+
+def _fill(manifest: Manifest, source: _Fetched | _AtHand, draft: Path) -> None:
+    _clear(draft)
+    draft.mkdir(mode=0o700)
+    archive = source(manifest.digest, draft)
+    with judged(archive, manifest.members, what=f"artifact {manifest.digest}") as package:
+        for info in package.infolist():
+            _extract(package, info, manifest, draft)
+    if manifest.runner == "torch":
+        target = draft / _ARCHIVE
+        if archive != target:
+            shutil.copyfile(archive, target)
+        target.chmod(0o600)
+    elif archive.parent == draft:
+        archive.unlink()
 
 
 def _extract(package: zipfile.ZipFile, info: zipfile.ZipInfo, manifest: Manifest, draft: Path) -> None:

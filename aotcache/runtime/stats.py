@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from typing import Any
 
-from aotcache.store.passing import retried
+from aotcache.passing import retried
 
 
 class Stats:

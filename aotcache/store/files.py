@@ -20,9 +20,9 @@ from typing import IO, TypeVar
 
 from aotcache.errors import RejectedArtifact, StoreError
 from aotcache.ownership import way_out
+from aotcache.passing import again, late
 from aotcache.store.clients import CHUNK, Info
 from aotcache.store.local import make_dirs, require_private, sync_dir
-from aotcache.store.passing import again, late
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class FileClient:
                     path=str(target),
                 )
         # A link that no reader follows, or that leads to nothing, keeps nobody's object.
-        create = create and self._way_out(target) is None and (target.exists() or not target.is_symlink())
+        create = create and self._way_out(target) is None and not self._dangles(path)
         sweep(self.drafts)
         draft = self.drafts / uuid.uuid4().hex
         try:
@@ -138,7 +138,7 @@ class FileClient:
             target = self._root / path
             if self._read(path, Path.is_dir):
                 # Not even one that stays within: it would list objects twice, or for ever.
-                if target.is_symlink():
+                if self._read(path, Path.is_symlink):
                     self._tell(f"{target} is a symbolic link to a folder")
                 else:
                     yield from self.list(path)
@@ -207,9 +207,12 @@ class FileClient:
             self._told.add(what)
             logger.warning("%s, and is not followed: what it stands for is taken for not stored", what)
 
+    def _dangles(self, path: str) -> bool:
+        return bool(self._read(path, Path.is_symlink)) and not self._read(path, Path.exists)
+
     def _way_out(self, target: Path) -> str | None:
         try:
-            return again(lambda: way_out(target, self._root), target)
+            return way_out(target, self._root)
         except OSError as error:
             raise StoreError(f"cannot read {target}: {error.strerror}", path=str(target)) from error
 

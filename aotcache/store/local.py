@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from aotcache.errors import RejectedArtifact, StoreError
 from aotcache.ownership import private_problem, way_out
-from aotcache.store.passing import again
+from aotcache.passing import again
 
 T = TypeVar("T")
 

@@ -10,15 +10,17 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from aotcache.config import Settings
 from aotcache.errors import CorruptArtifact, ManifestError, NotStored, StoreError
 from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
+from aotcache.passing import late
+from aotcache.recall import recall_problem
 from aotcache.store import layout
 from aotcache.store.base import Entry, Usage
 from aotcache.store.clients import CHUNK, Client, Info
 from aotcache.store.files import FileClient
 from aotcache.store.local import make_dirs
-from aotcache.store.passing import late
 from aotcache.store.pins import Pin, read_pin
 from aotcache.store.recalls import RecallObjects
 from aotcache.types import CacheKey, Digest, Mode, Variant
@@ -80,7 +82,7 @@ class ObjectStore:
         ref = layout.ref(manifest.key, str(manifest.variant))
         if not replace:
             entry = self.entry(manifest.key, manifest.variant)
-            if entry is not None and entry.problem is None:
+            if entry is not None and _stands(entry):
                 return False
             # A ref that is a miss to everyone is nobody's loss. Looked at before the
             # archive is put, which may be the very one that the ref lacked.
@@ -171,6 +173,10 @@ class ObjectStore:
     def unpin(self, what: str) -> bool:
         """See `Store`."""
         return self._client.delete(layout.pin(what))
+
+    def is_pinned(self, *names: str | None) -> bool:
+        """Whether any of these keys and digests is pinned now."""
+        return any(self._client.head(layout.pin(name)) is not None for name in names if name is not None)
 
     @property
     def client(self) -> Client:
@@ -306,6 +312,11 @@ class ObjectStore:
         blob = late(lambda: self._client.head(place), place)
         if blob is None:
             problem = problem or f"its archive {manifest.digest} is gone"
+        elif blob.size != manifest.size:
+            # Cut off, or without end: nobody has to read it to know.
+            problem = problem or (
+                f"its archive {manifest.digest} has {blob.size} bytes, the manifest says {manifest.size}"
+            )
         return Entry(key, variant, manifest, blob.size if blob else None, ref.modified, problem)
 
     def _put_blob(self, digest: Digest, archive: Path) -> None:
@@ -357,6 +368,12 @@ def check_archive(manifest: Manifest, archive: Path) -> None:
             expected=manifest.digest,
             found=found,
         )
+
+
+def _stands(entry: Entry) -> bool:
+    """Whether an entry is left alone by who publishes another one: a lookup finds it, and nobody recalled it."""
+    found = entry.usable
+    return found is not None and recall_problem(found, home=Settings().home) is None
 
 
 def _code(manifest: Manifest) -> Digest | None:

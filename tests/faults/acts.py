@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import pkgutil
+import random
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +31,7 @@ import aotcache.api.app
 import aotcache.cli.database
 import aotcache.cli.keys
 import aotcache.cli.serve
-from aotcache import lockfile
+from aotcache import lockfile, passing
 from aotcache.cli import main as run_command_line
 from aotcache.cli.app import app
 from aotcache.config import Settings
@@ -40,7 +43,7 @@ from aotcache.store import ObjectStore, http, open_store, tiered
 from aotcache.store.local import locked
 from aotcache.trust import SigningKey, signing_key_path, trusted_keys
 from aotcache.types import CacheKey, Digest, Target
-from tests.faults import entries
+from tests.faults import entries, shim
 from tests.faults.hatchery import acknowledge
 
 _IMPORTED = (
@@ -341,3 +344,62 @@ def examine_trusted(acknowledged: bool) -> list[str]:
     """What is wrong with the trusted keys; raises if one of their files is half there."""
     found = trusted_keys(Settings()).list()
     return ["lost: the key was trusted, and is not any more"] if acknowledged and not found else []
+
+
+def share(url: str, folder: str, rounds: int, keys: int, size: int, own: int) -> dict[str, Any]:
+    """Publish and read entries of a directory beside many others who do the same.
+
+    Every round has `keys` entries of its own, published and read in a random order, and every fourth
+    round is published in the place of what is there.
+
+    Args:
+        url: The directory.
+        folder: Where the archives of all rounds lie.
+        rounds, keys, size: How many rounds, entries in each, bytes of a member.
+        own: Which of the processes this is; they meet before every round.
+
+    Returns:
+        What went wrong, how often each injected error came, how often each was tried again.
+    """
+    problems: list[str] = []
+    for number in range(rounds):
+        order = [number * keys + which for which in range(keys)]
+        random.Random(own * 1000 + number).shuffle(order)
+        store = open_store(url)
+        for seed in order:
+            manifest = entries.manifest_of(seed, size)
+            store.publish(manifest, Path(folder, f"{seed}-{size}.pt2"), replace=number % 4 == 3)
+            problems += examine_own(store, manifest)
+    return {"problems": problems, "injected": dict(shim.injected), "retried": passing.retried()}
+
+
+def examine_own(store: Any, manifest: Any) -> list[str]:
+    """What is wrong with an entry that this process has published just now."""
+    found = store.lookup(manifest.key)
+    if [one.digest for one in found] != [manifest.digest]:
+        return [f"lost: {manifest.key} was published, and its look-up answers {found}"]
+    path = store.blob_path(manifest.digest)
+    if path is None or passing.again(path.read_bytes, path) != entries.right_archive(manifest):
+        return [f"wrong: {manifest.key} has other bytes than were published"]
+    return list(_wrong_bytes(store, manifest))
+
+
+def unpack_all(url: str, own: int) -> dict[str, Any]:
+    """Unpack every entry of a directory as a worker does, twice, in an order of one's own."""
+    store, problems = open_store(url), []
+    manifests = list(store.list())
+    random.Random(own).shuffle(manifests)
+    for manifest in [*manifests, *manifests]:
+        folder = registry.unpack(manifest, registry._Fetched(store), Settings().home)
+        data = zipfile.ZipFile(io.BytesIO(entries.right_archive(manifest)))
+        problems += [
+            f"wrong: {manifest.key}: {name}"
+            for name in manifest.members
+            if passing.again((folder / name).read_bytes, name) != data.read(name)
+        ]
+    return {
+        "problems": problems,
+        "count": len(manifests),
+        "injected": dict(shim.injected),
+        "retried": passing.retried(),
+    }

@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,7 @@ class Hatchery:
         umask: int | None = None,
         before: Mapping[str, Any] | None = None,
         armed: bool = True,
+        counted: bool = True,
     ) -> Child:
         """Start a child.
 
@@ -158,6 +159,7 @@ class Hatchery:
             uid, umask: Who it is.
             before: Further calls, `module:function` to arguments, made first and not counted: shims.
             armed: Whether operations are counted from the beginning, or only from `Child.arm` on.
+            counted: Whether they are counted at all, which costs time.
         """
         self._numbers += 1
         number = self._numbers
@@ -178,6 +180,7 @@ class Hatchery:
                 "uid": uid,
                 "umask": umask,
                 "before": dict(before or {}),
+                "counted": counted,
             }
         )
         started = self._answer(number, "pid", None)
@@ -399,7 +402,7 @@ def _child(request: dict[str, Any], said: int) -> None:
         for before, arguments in request["before"].items():
             _named(before)(**arguments)
         function = _named(request["call"])
-        with dying.watched(slots):
+        with dying.watched(slots) if request["counted"] else nullcontext():
             answer = function(**request["arguments"])
         _say(answer=answer)
     except SystemExit as end:

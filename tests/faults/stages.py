@@ -210,7 +210,7 @@ class Directory(Publishing):
             self._stop()
             stop = self.around.place() / "stop"
             watcher = self.around.hatched.begin(
-                "tests.faults.acts:watch", {"url": self.url, "stop": str(stop)}, limit=600, armed=False
+                "tests.faults.acts:watch", {"url": self.url, "stop": str(stop)}, limit=600, counted=False
             )
             self._watcher = (watcher, stop)
         return made

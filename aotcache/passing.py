@@ -14,12 +14,13 @@ import shutil
 import tempfile
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aotcache.errors import StoreError
 
@@ -29,6 +30,9 @@ T = TypeVar("T")
 
 WAITS = (0.01, 0.05, 0.2)
 """Seconds before each further try."""
+
+REMOVING = ".removing-"
+"""How the names of folders begin that are being removed; what stays of them is removed by `aotcache gc`."""
 
 LATE_WAITS = (0.02, 0.1)
 """Seconds before looking again for what is there by all that is known."""
@@ -106,18 +110,28 @@ def remove_tree(folder: Path) -> None:
     A folder can be busy, or not be empty yet, while a file in it is still open somewhere.
     """
 
-    def remove() -> None:
-        try:
-            shutil.rmtree(folder)
-        except FileNotFoundError:
-            if folder.exists():
-                raise
+    # Out of the way at once: whatever stays, the name is free.
+    away = folder.with_name(f"{REMOVING}{uuid.uuid4().hex}")
+    try:
+        os.rename(folder, away)
+    except OSError:
+        away = folder
+
+    def once_more(function: Callable[..., Any], path: str, failure: tuple[Any, BaseException, Any]) -> None:
+        error = failure[1]
+        # What only looks is done anew with the whole walk.
+        if isinstance(error, OSError) and error.errno in _BUSY and function in (os.rmdir, os.unlink):
+            note(error.errno, path)
+            again(lambda: function(path), path, _BUSY)
+        else:
+            raise error
 
     try:
-        again(remove, folder, (*_BUSY, errno.ENOENT))
+        again(lambda: shutil.rmtree(away, onerror=once_more), away, (*_BUSY, errno.ENOENT))
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        logger.debug("%s stays: %s", folder, error)
+        shutil.rmtree(away, ignore_errors=True)
+        if os.path.lexists(away):
+            logger.debug("%s stays: %s", away, error)
 
 
 @contextmanager
