@@ -134,7 +134,7 @@ class Collector:
 
         Args:
             key, variant: The entry.
-            planned: What was decided on: if it is another by now, is being built or was used since, it stays.
+            planned: What was decided on: if it is another by now, or pinned, being built or used since, it stays.
 
         Returns:
             Whether the ref was there and is gone, and the bytes of the archive that went along.
@@ -159,6 +159,8 @@ class Collector:
         assert planned.key is not None
         if digest is not None and digest != planned.digest:
             return True
+        if self._store.is_pinned(planned.key, planned.digest):
+            return True
         if self._leases.holder(session, planned.key, planned.variant) is not None:
             return True
         used = session.execute(
@@ -175,12 +177,15 @@ class Collector:
         after = place.after
         while not work.ended():
             page = self._index.oldest(_PAGE, after)
-            if not page or work.planner.reached(page[0].last_used):
+            if not page:
                 return _Place("refs")
             groups = self._groups(frozenset(row.digest for row in page))
             for row in page:
+                if work.planner.reached(row.last_used):
+                    return _Place("refs")
                 if work.ended():
                     return _Place("entries", after)
+                work.steps += 1
                 after = (row.last_used, row.key, row.variant)
                 group = groups[row.digest]
                 found = next((c for c in group if (c.key, c.variant) == (row.key, row.variant)), None)
@@ -232,6 +237,7 @@ class Collector:
         for shard in _SHARDS[place.shard :]:
             if work.ended():
                 return _Place("refs", shard=int(shard, 16), unknown=unknown)
+            work.steps += 1
             for infos in _batches(self._store.client.list(f"{layout.REFS}/{shard}")):
                 for info in self._unindexed(infos):
                     unknown += not self._unknown(work, info)
@@ -305,6 +311,7 @@ class Collector:
         for shard in _SHARDS[place.shard :]:
             if work.ended():
                 return _Place("archives", shard=int(shard, 16))
+            work.steps += 1
             for infos in _batches(self._store.client.list(f"{layout.BLOBS}/{shard}")):
                 for info in self._unnamed(infos):
                     self._archive(work, info)
@@ -331,7 +338,7 @@ class Collector:
         with self._database.exclusive("archive", digest):
             there = self._store.client.head(info.path)
             again = there is not None and time.time() - there.modified <= DAY
-            if again or self._index.names(digest):
+            if again or self._index.names(digest) or self._store.is_pinned(digest):
                 work.decided([Decision(candidate, False, "busy")])
                 return
             self._store.delete_blob(digest)
@@ -348,10 +355,11 @@ class _Work:
     decisions: list[Decision] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     kept: int = 0
+    steps: int = 0
 
     def ended(self) -> bool:
-        """Whether the rest is the next round's."""
-        return len(self.decisions) >= MOST + _KEPT or time.monotonic() > self.until
+        """Whether the rest is the next round's. Each does one step at least, however slow it is."""
+        return self.steps > 0 and (len(self.decisions) >= MOST + _KEPT or time.monotonic() > self.until)
 
     def decided(self, decisions: Any) -> None:
         for decision in decisions:

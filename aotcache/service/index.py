@@ -261,7 +261,9 @@ class Index:
                 select(ArtifactRow.digest).where(ArtifactRow.key == key, ArtifactRow.variant == variant)
             ).scalar()
             _put(session, ArtifactRow, [row | {"created": now()}], kept={"created"})
-            _put(session, UsageRow, [_unused(key, variant)], kept={"hits", "last_used"})
+            # Another archive is as young as a new entry.
+            same = {"last_used"} if before == manifest.digest else set()
+            _put(session, UsageRow, [_unused(key, variant)], kept={"hits"} | same)
             _put(session, KeyComponentRow, _components(key, manifest.parts), kept=set())
             blob = {"digest": manifest.digest, "size": manifest.size, "stored": now()}
             _put(session, BlobRow, [blob], kept={"stored"})

@@ -218,7 +218,9 @@ class Collection:
         expected = self._found.documents[candidate.key, candidate.variant]
         client, aside = self.store.client, self._aside(None)
         try:
-            if _document(self.store, path) != expected:
+            # It may have been pinned since all were looked at.
+            pinned = self.store.is_pinned(candidate.key, candidate.digest)
+            if pinned or _document(self.store, path) != expected:
                 return False
             if not client.move(path, aside):
                 return True
@@ -236,7 +238,7 @@ class Collection:
         """Steps (4); whether it is gone."""
         client, path, aside = self.store.client, layout.blob(digest), self._aside(digest)
         try:
-            if not self._marked(digest):
+            if not self._marked(digest) or self.store.is_pinned(digest):
                 return False
             if client.move(path, aside):
                 if not self._marked(digest):

@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from aotcache.db.engine import Database
-from aotcache.errors import LeaseLost
+from aotcache.errors import LeaseLost, NotStored
 from aotcache.service.builds import Builds
+from aotcache.service.gc import Collector
 from aotcache.service.index import Index
 from aotcache.service.leases import Lease, Leases
+from aotcache.store import ObjectStore, open_store
+from aotcache.store.evict import Limits
 from aotcache.types import CacheKey
 from tests.manifests import make_manifest
 
@@ -75,6 +78,56 @@ def build_and_die(url: str, ready: str) -> None:
     assert claim is not None
     Path(ready).write_text(claim.build.id)
     time.sleep(60)
+
+
+def collect_until(url: str, folder: str, stop: str) -> None:
+    """Collect down to a few archives again and again, until a file appears."""
+    database = Database(url)
+    store = open_store(Path(folder) / "store")
+    assert isinstance(store, ObjectStore)
+    collector = Collector(database, Index(database), Leases(database), store)
+    while not Path(stop).exists():
+        cursor = None
+        while True:
+            done = collector.round(Limits(max_bytes=40), cursor=cursor)
+            cursor = done.next
+            if cursor is None:
+                break
+    database.close()
+
+
+def publish_shared(url: str, folder: str, who: int, rounds: int) -> None:
+    """Publish entries of a few archives that other publishers have too, as the service does; pin the last."""
+    set_clock_off((-60, 60)[who % 2])
+    database = Database(url)
+    index, leases = Index(database), Leases(database)
+    store = open_store(Path(folder) / "store")
+    assert isinstance(store, ObjectStore)
+    own = Path(folder) / f"publisher {who}"
+    own.mkdir()
+    for number in range(rounds):
+        data = b"archive %02d" % (number % 5)
+        manifest = make_manifest(data, call=f"{who} {number}")
+        if number == rounds - 1:
+            store.pin(manifest.key, "the last")
+        while True:
+            file = own / "draft"
+            file.write_bytes(data)
+            store.put_blob(manifest.digest, file)
+            try:
+                with (
+                    leases.publishing(manifest.key, str(manifest.variant), None),
+                    database.exclusive("archive", manifest.digest),
+                ):
+                    assert store.put_ref(manifest)
+                    entry = store.entry(manifest.key, manifest.variant)
+                    assert entry is not None
+                    assert entry.usable is not None
+                    index.add(manifest, manifest.document(), modified=entry.modified)
+                break
+            except NotStored:
+                continue  # the archive was collected in between: as a client does, it is sent again
+    database.close()
 
 
 def build_all(url: str, who: int) -> int:
