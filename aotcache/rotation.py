@@ -10,9 +10,10 @@ import os
 from pathlib import Path
 
 from aotcache.config import Settings
+from aotcache.drafts import clear
 from aotcache.errors import ConfigError
 from aotcache.manifest import Manifest
-from aotcache.trust import SigningKey, sign, signing_key_path, trusted_keys
+from aotcache.trust import SigningKey, sign, signing_key_path, trusted_keys, unfinished_key
 
 
 def previous_key_path(config: Settings) -> Path:
@@ -43,8 +44,8 @@ def sign_with(manifest: Manifest, keys: list[SigningKey]) -> Manifest:
 def rotate(config: Settings, name: str) -> SigningKey:
     """Make a new signing key, trust it here, and keep the one in use beside it.
 
-    Killed at any moment, there is one key in use, which is trusted here; before the new one is, `rotate` can
-    be run again.
+    Killed at any moment, there is one key in use, which is trusted here; until that is the new one, `rotate`
+    goes on where it was when it is run again.
 
     Args:
         config: Where keys are.
@@ -61,19 +62,20 @@ def rotate(config: Settings, name: str) -> SigningKey:
             f"{current.public.fingerprint}: aotcache keygen --retire",
             path=str(kept),
         )
-    made = SigningKey.generate()
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    pending = unfinished_key(path)
+    if pending.exists():
+        clear(pending)
+        made = SigningKey.load(pending)  # that of a rotation which was killed
+    else:
+        made = SigningKey.generate()
+        made.save(pending)
+    trusted_keys(config).add(made.public, name)
+    if not kept.exists():
+        current.save(kept)
     try:
-        draft.unlink(missing_ok=True)
-        made.save(draft)
-        trusted_keys(config).add(made.public, name)
-        if not kept.exists():
-            current.save(kept)
-        os.replace(draft, path)
+        os.replace(pending, path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", path=str(path)) from error
-    finally:
-        draft.unlink(missing_ok=True)
     return made
 
 

@@ -16,6 +16,7 @@ from aotcache.build.report import Built, Progress, WarmReport
 from aotcache.build.session import Session, open_session
 from aotcache.compile.sandbox import Sandbox
 from aotcache.errors import ConfigError, LeaseHeld
+from aotcache.recall import recall_problem
 from aotcache.spec import Spec
 from aotcache.store.base import Store
 from aotcache.store.builds import service_of, shared
@@ -179,7 +180,8 @@ def _build_one(session: Session, cell: Cell, sandbox: Sandbox, force: bool) -> B
     started = time.perf_counter()
 
     def there() -> bool:
-        return not force and any(m.variant == variant for m in shared(session.store).lookup(cell.key))
+        found = (m for m in shared(session.store).lookup(cell.key) if m.variant == variant)
+        return not force and any(recall_problem(m, home=session.config.home) is None for m in found)
 
     try:
         lease = take(

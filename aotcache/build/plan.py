@@ -10,6 +10,7 @@ from typing import Any, Literal
 from aotcache.config import Settings
 from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
+from aotcache.recall import Recalls
 from aotcache.store.base import Store
 from aotcache.trust import trust_problem
 from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant
@@ -52,6 +53,7 @@ class Row:
         seconds: What a build is expected to take, from like builds in the store.
         shared: Whether an earlier row of the plan has the same key and target.
         untrusted: Why this host would not open the artifact that covers it, as far as trust goes.
+        recalled: Why what is stored for it does not cover it.
     """
 
     cell: Cell
@@ -60,6 +62,7 @@ class Row:
     seconds: float | None
     shared: bool
     untrusted: str | None = None
+    recalled: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -74,6 +77,7 @@ class Row:
             "expected_seconds": self.seconds,
             "shared": self.shared,
             "untrusted": self.untrusted,
+            "recalled": self.recalled,
         }
 
 
@@ -93,15 +97,25 @@ class Plan:
 
 
 def make_plan(cells: Iterable[Cell], store: Store, toolchain: Toolchain) -> Plan:
-    """Look every cell up in the store. What nobody trusted signed covers a cell, and the row says so."""
+    """Look every cell up in the store.
+
+    What nobody trusted signed covers a cell, and the row says so; what was recalled covers none.
+
+    Raises:
+        StoreError: the store, or what was recalled in it, cannot be read.
+    """
     cells, own, config = list(cells), store.own, Settings()
     found = store.resolve({cell.key for cell in cells})
+    recalls = Recalls(config.home)
+    recalls.learn(store)
     known = known_builds(store) if any(not found[c.key] for c in cells) else []
     rows: list[Row] = []
     seen: set[tuple[CacheKey, Target]] = set()
     for cell in cells:
         variant = Variant(cell.target, toolchain)
         hit = next((m for m in found[cell.key] if m.variant == variant), None)
+        recalled = None if hit is None else recalls.problem(hit)
+        hit = hit if recalled is None else None
         mark = (cell.key, cell.target)
         rows.append(
             Row(
@@ -111,6 +125,7 @@ def make_plan(cells: Iterable[Cell], store: Store, toolchain: Toolchain) -> Plan
                 expected_seconds(cell, known) if hit is None else None,
                 mark in seen,
                 None if hit is None else trust_problem(hit, own=own, config=config, url=store.url),
+                recalled,
             )
         )
         seen.add(mark)

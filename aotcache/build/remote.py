@@ -20,6 +20,7 @@ from aotcache.errors import (
     SpecError,
 )
 from aotcache.manifest import Manifest
+from aotcache.recall import recall_problem
 from aotcache.store.builds import Build, BuildService, service_of, shared
 from aotcache.types import Variant
 
@@ -133,6 +134,12 @@ class _Watch:
                 error = BuildError(
                     f"{self._service.url} says that it has key {asked.cell.key} for {variant}, and does not give it; "
                     "see its log",
+                    key=asked.cell.key,
+                )
+            elif (problem := recall_problem(manifest, home=self._session.config.home)) is not None:
+                error = BuildError(
+                    f"{self._service.url} takes for built what is recalled here: {problem}; it knows no such recall "
+                    "by a key that it trusts: aotcache recall --store, or aotcache trust add on its host",
                     key=asked.cell.key,
                 )
         else:

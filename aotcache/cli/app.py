@@ -25,6 +25,7 @@ from aotcache.cli import (
     recall,
     record,
     serve,
+    signing,
     tokens,
     transfer,
     warming,
@@ -118,6 +119,7 @@ app.command("recall", short_help="Take artifacts back: nobody opens them again."
 app.command("gc", short_help="Remove what a store need not hold any more.")(gc.gc)
 app.command("pin", short_help="Keep an entry whatever gc's limits say.")(gc.pin)
 app.command("keygen", short_help="Make the key that signs what this host publishes.")(keys.keygen)
+app.command("sign", short_help="Add a new key's signature to what a store holds.")(signing.sign)
 app.add_typer(keys.trust)
 app.add_typer(tokens.token)
 app.add_typer(database.db)

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from aotcache.cli.deaths import KnownDeaths
 from aotcache.cli.output import (
     JsonFlag,
     StoreOption,
     emit_json,
+    err,
     human_bucket,
     human_bytes,
     human_region,
@@ -27,6 +29,7 @@ from aotcache.compat import HostFacts, Rejected, verdict
 from aotcache.config import settings
 from aotcache.errors import NotStored
 from aotcache.manifest import InputSlot, Manifest
+from aotcache.recall import Recalls
 from aotcache.store import Entry, Store, open_store
 from aotcache.store.circuit import circuit_for
 from aotcache.trust import Standing, standing, trust_problem
@@ -80,18 +83,28 @@ def _unreadable(entry: Entry) -> dict[str, Any]:
 def judge(entries: Iterable[Entry], facts: HostFacts, store: Store) -> list[dict[str, Any]]:
     """Whether a host with these facts accepts each entry of a store, and why not: values for JSON."""
     verdicts = []
-    config, own = settings(), store.own
+    config, own, recalls = settings(), store.own, recalls_in(store)
     for entry in entries:
         reasons = [entry.problem] if entry.problem is not None else []
         if entry.manifest is not None:
             problem = trust_problem(entry.manifest, own=own, config=config, url=store.url)
-            reasons += [] if problem is None else [problem]
+            recalled = recalls.problem(entry.manifest)
+            reasons += [found for found in (problem, recalled) if found is not None]
             answer = verdict(entry.manifest, facts)
             reasons += answer.reasons if isinstance(answer, Rejected) else ()
         verdicts.append(
             {"key": entry.key, "variant": entry.variant, "accepted": not reasons, "reasons": reasons}
         )
     return verdicts
+
+
+def recalls_in(store: Store) -> Recalls:
+    """What is recalled here, with what a store has to say of it now. That it cannot is said on stderr."""
+    recalls = Recalls(settings().home)
+    unsure = recalls.check(store)
+    if unsure is not None:
+        err().print(Text(unsure))
+    return recalls
 
 
 def ls(
@@ -103,13 +116,13 @@ def ls(
     opened = open_store(store)
     found = [e for e in opened.entries() if region is None or _matches(e, region)]
     usage = opened.usage()
-    deaths = KnownDeaths.of(opened)
+    deaths, recalls = KnownDeaths.of(opened), recalls_in(opened)
     if as_json:
         emit_json(
             {
                 "store": opened.url,
                 "entries": [
-                    _summary(e) | _signature(e, opened) | {"deaths": deaths.number(e)} for e in found
+                    _summary(e) | _signature(e, opened, recalls) | {"deaths": deaths.number(e)} for e in found
                 ],
                 "refs": usage.refs,
                 "blobs": usage.blobs,
@@ -127,6 +140,8 @@ def ls(
         "key", "region", "mode", "bucket", "target", "torch", "runner", "size", "digest", "deaths", "written",
     )  # fmt: skip
     print_table(columns, (_row(e, deaths.number(e)) for e in found))
+    problems = (recalls.problem(e.manifest) for e in found if e.manifest is not None)
+    print_lines(dict.fromkeys(problem for problem in problems if problem is not None))
     print_lines([f"{usage.refs} entries, {usage.blobs} archives, {human_bytes(usage.bytes)} in {where}"])
 
 
@@ -158,7 +173,19 @@ def _row(entry: Entry, deaths: int) -> Sequence[str]:
     m = entry.manifest
     when = human_time(entry.modified)
     if m is None:
-        return (entry.key[:SHORT], f"unreadable: {entry.problem}", "-", "-", "-", "-", "-", "-", "-", "-", when)
+        return (
+            entry.key[:SHORT],
+            f"unreadable: {entry.problem}",
+            "-",
+            "-",
+            "-",
+            "-",
+            "-",
+            "-",
+            "-",
+            "-",
+            when,
+        )
     return (
         m.key[:SHORT],
         human_region(m.region),
@@ -178,11 +205,11 @@ def show(key: KeyArgument, store: StoreOption = None, as_json: JsonFlag = False)
     """Show the manifests of one key: how it is called, what it needs, how it was checked and built."""
     opened = open_store(store)
     found = find(opened, key)
-    deaths = KnownDeaths.of(opened)
+    deaths, recalls = KnownDeaths.of(opened), recalls_in(opened)
     if as_json:
         emit_json(
             [
-                json.loads(e.manifest.to_json()) | _signature(e, opened) | deaths.to_json(e)
+                json.loads(e.manifest.to_json()) | _signature(e, opened, recalls) | deaths.to_json(e)
                 if e.manifest is not None
                 else _unreadable(e)
                 for e in found
@@ -196,15 +223,20 @@ def show(key: KeyArgument, store: StoreOption = None, as_json: JsonFlag = False)
             print_lines([f"problem      {entry.problem}"])
         print_lines(deaths.lines(entry))
         if entry.manifest is not None:
+            recalled = recalls.problem(entry.manifest)
+            print_lines([] if recalled is None else [f"recalled     {recalled}"])
             print_lines(
                 _describe(entry.manifest, standing(entry.manifest, own=opened.own, config=settings()))
             )
 
 
-def _signature(entry: Entry, store: Store) -> dict[str, Any]:
+def _signature(entry: Entry, store: Store, recalls: Recalls) -> dict[str, Any]:
     if entry.manifest is None:
         return {}
-    return {"signature": standing(entry.manifest, own=store.own, config=settings()).to_json()}
+    return {
+        "signature": standing(entry.manifest, own=store.own, config=settings()).to_json(),
+        "recalled": recalls.problem(entry.manifest),
+    }
 
 
 def _describe(m: Manifest, signature: Standing) -> Iterator[str]:
@@ -347,7 +379,7 @@ def _missing(store: Store, spec: Path | None, key: str | None) -> dict[str, Any]
 
 
 def _nearest(row: Any, store: Store) -> dict[str, Any]:
-    if row.state == "covered":
+    if row.state == "covered" or row.recalled is not None:
         return {}
     variants = [str(m.variant) for m in store.lookup(row.cell.key)]
     if variants:
@@ -383,7 +415,9 @@ def _explain(found: dict[str, Any]) -> Iterator[str]:
                 yield f"  {refused}"
             continue
         yield f"{name}: missing, key {cell['key']}"
-        if "other_variants" in cell:
+        if cell["recalled"] is not None:
+            yield f"  what is stored under it does not count: {cell['recalled']}"
+        elif "other_variants" in cell:
             yield f"  stored under this key for: {', '.join(cell['other_variants'])}"
         elif cell["nearest"] is None:
             from aotcache.runtime.resolve import nothing_near

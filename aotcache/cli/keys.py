@@ -6,15 +6,18 @@ import getpass
 import os
 import platform
 import shlex
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from aotcache import rotation
 from aotcache.cli.contact import Offered, introduce, is_service, offered
-from aotcache.cli.output import JsonFlag, emit_json, human_time, print_lines, print_table
-from aotcache.config import settings
+from aotcache.cli.output import JsonFlag, count, emit_json, human_time, print_lines, print_table
+from aotcache.config import Settings, settings
 from aotcache.errors import ConfigError
+from aotcache.recall import Recalls
 from aotcache.trust import PublicKey, TrustedKey, make_signing_key, signing_key_path, trusted_keys
 
 _LARGEST = 4096
@@ -36,13 +39,25 @@ def keygen(
         typer.Option("--out", help="Where to put it.  [default: signing.pem in AOTCACHE_CONFIG_HOME]"),
     ] = None,
     name: NameOption = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Make another one; what is published is signed by both.")
+    ] = False,
+    retire: Annotated[
+        bool, typer.Option("--retire", help="End that: the key before the one in use signs no more.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Make the key that signs what this host publishes, and trust it here.
 
-    Never writes over a key that is there.
+    Never writes over a key that is there. To replace one: --rotate, then have every host trust the new
+    key, sign what lies in stores with it (aotcache sign), and --retire the old one.
     """
     config = settings()
+    if rotate or retire:
+        if rotate == retire or out is not None:
+            raise ConfigError("--rotate and --retire are two steps, each without --out")
+        _rotate(config, name, as_json) if rotate else _retire(config, as_json)
+        return
     path = signing_key_path(config) if out is None else out.expanduser().absolute()
     name = name or f"{_user()}@{platform.node() or 'this-host'}"
     key = make_signing_key(path, trusted_keys(config), name)
@@ -56,6 +71,41 @@ def keygen(
             f"public key   {key.public.to_text()}",
             f"trusted here as {name!r}; on other hosts: "
             + shlex.join(["aotcache", "trust", "add", key.public.to_text(), "--name", name]),
+        ]
+    )
+
+
+def _rotate(config: Settings, name: str | None, as_json: bool) -> None:
+    name = name or f"{_user()}@{platform.node() or 'this-host'}, {time.strftime('%Y-%m-%d')}"
+    key = rotation.rotate(config, name)
+    if as_json:
+        path, kept = signing_key_path(config), rotation.previous_key_path(config)
+        emit_json({"path": str(path), "previous": str(kept), "name": name, **_public(key.public)})
+        return
+    print_lines(
+        [
+            f"new key      {key.public.fingerprint}",
+            f"public key   {key.public.to_text()}",
+            "what is published from now on is signed by the new key and by the one before it",
+            "1. every host, and every service: "
+            + shlex.join(["aotcache", "trust", "add", key.public.to_text(), "--name", name]),
+            "2. each store: aotcache sign --store URL",
+            "3. aotcache keygen --retire; then every host: aotcache trust remove of the old key",
+        ]
+    )
+
+
+def _retire(config: Settings, as_json: bool) -> None:
+    gone = rotation.retire(config)
+    if as_json:
+        emit_json({"retired": _public(gone.public)})
+        return
+    print_lines(
+        [
+            f"retired: {gone.public.fingerprint}; it is deleted here, and signs no more",
+            "what it alone has signed is opened, and what it alone has recalled is blocked, while it is trusted; "
+            "every host, and every service: "
+            + shlex.join(["aotcache", "trust", "remove", gone.public.fingerprint]),
         ]
     )
 
@@ -188,9 +238,12 @@ def remove(
     as_json: JsonFlag = False,
 ) -> None:
     """Stop trusting a key: nothing that it signed is opened from now on, wherever it lies."""
-    gone = trusted_keys(settings()).remove(which)
+    config = settings()
+    before = len(Recalls(config.home).in_force())
+    gone = trusted_keys(config).remove(which)
+    lost = before - len(Recalls(config.home).in_force())
     if as_json:
-        emit_json({"removed": _row(gone)})
+        emit_json({"removed": _row(gone), "recalls": lost})
     else:
         print_lines(
             [
@@ -200,3 +253,9 @@ def remove(
                 )
             ]
         )
+        if lost:
+            print_lines(
+                [
+                    f"no longer blocked here: {count(lost, 'recall')} of its own; aotcache recall lists the rest"
+                ]
+            )

@@ -27,7 +27,7 @@ from aotcache.cli.output import (
 from aotcache.errors import AotcacheError
 
 if TYPE_CHECKING:
-    from aotcache.build import Cell, Plan, WarmReport
+    from aotcache.build import Cell, Plan, Row, WarmReport
 
 _SHORT = 12
 
@@ -110,6 +110,7 @@ def warm(
         else:
             _print_report(report)
         _warn_of_untrusted(made)
+        _warn_of_recalled(made)
     if as_json:
         emit_json(reports if several else reports[0])
     if failed:
@@ -175,7 +176,9 @@ def _print_plan(made: Plan, spec: Path | None, store: str | None) -> None:
             row.cell.mode,
             human_bucket(dict(row.cell.bucket)),
             str(row.cell.target),
-            row.state if not row.shared else f"{row.state}, as {first[f'{row.cell.key} {row.cell.target}']}",
+            _state(row)
+            if not row.shared
+            else f"{_state(row)}, as {first[f'{row.cell.key} {row.cell.target}']}",
             "-" if row.seconds is None or row.shared else f"{row.seconds:.0f} s",
             row.cell.key[:_SHORT],
             "-" if row.digest is None else row.digest[:_SHORT],
@@ -196,6 +199,15 @@ def _print_plan(made: Plan, spec: Path | None, store: str | None) -> None:
     if expected:
         named = ([] if spec is None else [str(spec)]) + ([] if store is None else ["--store", store])
         err().print(Text(f"to build: {shlex.join(['aotcache', 'warm', *named])}"))
+
+
+def _state(row: Row) -> str:
+    return row.state if row.recalled is None else f"{row.state}: recalled"
+
+
+def _warn_of_recalled(made: Plan) -> None:
+    for reason in dict.fromkeys(row.recalled for row in made if row.recalled is not None):
+        err().print(Text(f"does not count as there: {reason}"))
 
 
 def _warn_of_untrusted(made: Plan) -> None:

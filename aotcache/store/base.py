@@ -113,7 +113,7 @@ class Store(Protocol):
 
         Returns:
             Whether it was stored; False if a readable entry for the key and variant
-            was there already and has been left alone.
+            was there already and has been left alone. One that is recalled is replaced.
 
         Raises:
             CorruptArtifact: if the archive is not what the manifest says.

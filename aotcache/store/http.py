@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from aotcache.config import Settings
 from aotcache.errors import (
     ManifestError,
     NotStored,
@@ -21,6 +22,7 @@ from aotcache.errors import (
 )
 from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
+from aotcache.recall import recall_problem
 from aotcache.store.base import Entry, Usage
 from aotcache.store.download import download
 from aotcache.store.objects import check_archive
@@ -136,7 +138,8 @@ class HttpStore:
             ServiceError: if the service does not trust the signature, or the token lacks the right.
         """
         check_archive(manifest, archive)
-        if not replace and self._there(manifest) is not None:
+        there = None if replace else self._there(manifest)
+        if there is not None and recall_problem(there, home=Settings().home) is None:
             return False
         path = _blob(manifest.digest)
         # Sent in any case to replace: what is there may have gone bad.

@@ -1,0 +1,288 @@
+"""`recall`, and what the other commands say of what is recalled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aotcache.config import settings
+from aotcache.recall import Recalls, publish_list
+from aotcache.recall_list import Recalled, RecallList, SignedList, signer_of
+from aotcache.store import Store, open_store
+from aotcache.trust import SigningKey, TrustedKeys, sign, signing_key_path, trusted_keys
+from tests.cli.conftest import publish
+from tests.manifests import copies, make_manifest
+from tests.services.serving import Serving, serving
+
+A = "a" * 64
+
+
+@pytest.fixture
+def run(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Commands with keys of their own, too."""
+    monkeypatch.setenv("AOTCACHE_CONFIG_HOME", str(tmp_path / "config"))
+    return run
+
+
+@pytest.fixture
+def key(run: Any) -> SigningKey:
+    """This host's signing key."""
+    assert run("keygen", "--name", "me").code == 0
+    return SigningKey.load(signing_key_path(settings()))
+
+
+def test_what_is_recalled_is_listed_and_lifted(
+    run: Any, key: SigningKey, store: Store, tmp_path: Path
+) -> None:
+    manifest = publish(store, tmp_path)
+    at = ["--store", store.url]
+    assert run("recall", *at).out.startswith("nothing is recalled")
+    done = run("recall", manifest.digest[:10], "--reason", "wrong gradients", *at)
+    assert done.code == 0, done.err
+    assert "recalled: recall list 1" in done.out
+    listed = run("recall", *at)
+    assert listed.code == 0
+    assert all(text in listed.out for text in (manifest.digest, "wrong gradients", "me", "expires"))
+    (row,) = run("recall", "--json", *at).json["recalled"]
+    assert (row["what"], row["reason"], row["signer"]) == (manifest.digest, "wrong gradients", "me")
+    assert run("recall", "--lift", manifest.digest[:6], *at).code == 0
+    assert run("recall", "--json", *at).json["recalled"] == []
+
+
+def test_a_beginning_of_a_key_recalls_the_key(
+    run: Any, key: SigningKey, store: Store, tmp_path: Path
+) -> None:
+    manifest = publish(store, tmp_path)
+    run("recall", manifest.key[:12], "--reason", "bad", "--store", store.url)
+    (row,) = run("recall", "--json", "--store", store.url).json["recalled"]
+    assert row["what"] == manifest.key
+
+
+def test_what_this_store_does_not_have_is_recalled_by_all_of_its_digest(
+    run: Any, key: SigningKey, store: Store
+) -> None:
+    assert run("recall", A[:20], "--reason", "bad", "--store", store.url).code == 1
+    done = run("recall", A, "b" * 64, "--reason", "bad", "--store", store.url, "--json")
+    assert [row["what"] for row in done.json["list"]["recalled"]] == [A, "b" * 64]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [A],
+        [A, "--reason", ""],
+        [A, "--reason", "two\nlines"],
+        ["--reason", "bad"],
+        ["--lift"],
+        ["--renew", A],
+        [A, "--reason", "bad", "--expires", "soon"],
+    ],
+)
+def test_a_wrong_use_changes_nothing(run: Any, key: SigningKey, store: Store, arguments: list[str]) -> None:
+    assert run("recall", *arguments, "--store", store.url).code == 2
+    assert list(store.recalls()) == []
+
+
+def test_without_a_key_nothing_is_recalled_and_the_error_says_how_to_make_one(run: Any, store: Store) -> None:
+    done = run("recall", A, "--reason", "bad", "--store", store.url)
+    assert done.code == 2
+    assert "aotcache keygen" in done.err
+
+
+def test_only_who_recalled_lifts(run: Any, key: SigningKey, store: Store) -> None:
+    other = SigningKey.generate()
+    trusted_keys(settings()).add(other.public, "colleague")
+    publish_list(store, other, Recalls(settings().home), recall={A: "bad"}, seconds=86400.0)
+    done = run("recall", "--lift", A, "--store", store.url)
+    assert done.code == 1
+    assert "was recalled by colleague" in done.err
+    assert "1 recall of its own" in run("trust", "remove", "colleague").out
+    assert "not counted: lists by " + other.public.fingerprint in run("recall", "--store", store.url).out
+
+
+def test_a_list_is_renewed_before_it_expires(run: Any, key: SigningKey, store: Store) -> None:
+    at = ["--store", store.url]
+    assert run("recall", "--renew", *at).code == 1
+    run("recall", A, "--reason", "bad", "--expires", "1s", *at)
+    (before,) = run("recall", "--json", *at).json["lists"]
+    done = run("recall", "--renew", "--expires", "4w", *at, "--json")
+    after = done.json["list"]
+    assert after["number"] == before["number"] + 1
+    assert after["expires"] > before["expires"] + 20 * 86400
+    assert [row["what"] for row in after["recalled"]] == [A]
+
+
+def test_an_expired_list_is_told_with_exit_code_1(run: Any, key: SigningKey, store: Store) -> None:
+    old = RecallList(1, 1.0, 2.0, (Recalled(A, "bad", 1.0),))
+    store.put_recall(SignedList.make(old, key).document, signer_of(key.public))
+    done = run("recall", "--store", store.url)
+    assert done.code == 1
+    assert "has expired on" in done.out
+    assert A in done.out
+
+
+def test_every_command_says_of_what_is_recalled(
+    run: Any, key: SigningKey, store: Store, tmp_path: Path
+) -> None:
+    manifest, other = publish(store, tmp_path), publish(store, tmp_path, "other", call="other")
+    at = ["--store", store.url]
+    assert run("verify", *at).code == 0
+    run("recall", manifest.digest, "--reason", "wrong gradients", *at)
+    said = f"archive {manifest.digest} is recalled: wrong gradients"
+    assert said in run("ls", *at).out
+    rows = {row["key"]: row["recalled"] for row in run("ls", "--json", *at).json["entries"]}
+    assert said in rows[manifest.key]
+    assert rows[other.key] is None
+    assert said in run("show", manifest.key, *at).out
+    assert run("show", manifest.key, "--json", *at).json[0]["recalled"].startswith(said)
+    why = run("why", manifest.key, *at)
+    assert why.code == 1
+    assert said in why.out
+    assert said in run("doctor", *at).out
+    verified = run("verify", *at)
+    assert verified.code == 1
+    assert said in verified.out
+    assert "1 of 2 entries" in verified.out
+    fetched = run("fetch", manifest.key, "--out", tmp_path / "out", *at)
+    assert fetched.code == 1
+    assert "RecalledArtifact" in fetched.err
+    assert said in fetched.err
+    assert not (tmp_path / "out").exists()
+    assert run("fetch", other.key, "--out", tmp_path / "out", *at).code == 0
+
+
+def test_another_archive_takes_the_place_of_a_recalled_one(
+    run: Any, key: SigningKey, store: Store, tmp_path: Path
+) -> None:
+    old = publish(store, tmp_path, "old")
+    source = open_store(tmp_path / "source")
+    new = publish(source, tmp_path, "new")
+    assert old.key == new.key
+    copy = ["fetch", new.key, "--store", source.url, "--to", store.url, "--json"]
+    assert run(*copy).json["artifacts"][0]["copied"] is False
+    run("recall", old.digest, "--reason", "bad", "--store", store.url)
+    assert run(*copy).json["artifacts"][0]["copied"] is True
+    assert [m.digest for m in store.lookup(old.key)] == [new.digest]
+    assert run(*copy).json["artifacts"][0]["copied"] is False
+
+
+# at a service
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("service")) as server:
+        yield server
+
+
+def test_a_recall_at_a_service_needs_its_trust_and_then_holds(
+    run: Any, key: SigningKey, service: Serving, tmp_path: Path
+) -> None:
+    trusted_keys(settings()).add(service.signing_key.public, "service")
+    store = open_store(service.url)
+    manifest = sign(make_manifest(b"served"), service.signing_key)
+    archive = tmp_path / "served.pt2"
+    archive.write_bytes(b"served")
+    assert store.publish(manifest, archive)
+    at = ["--store", service.url]
+    refused = run("recall", manifest.digest, "--reason", "bad", *at)
+    assert refused.code == 1
+    assert "aotcache trust add" in refused.err
+    assert run("recall", "--json", *at).json["recalled"] == []
+    TrustedKeys(service.config_home / "trusted").add(key.public, "me")
+    assert run("recall", manifest.digest, "--reason", "bad", *at).code == 0
+    assert f"archive {manifest.digest} is recalled: bad" in run("ls", *at).out
+    better = sign(make_manifest(b"better"), service.signing_key)
+    archive.write_bytes(b"better")
+    assert store.publish(better, archive)
+    assert [m.digest for m in store.lookup(manifest.key)] == [better.digest]
+    store.remote.session.close()  # type: ignore[attr-defined]
+
+
+# a new key
+
+
+def test_a_rotation_signs_with_both_keys_until_the_old_one_is_retired(
+    run: Any, key: SigningKey, tmp_path: Path
+) -> None:
+    own = open_store(tmp_path / "own")
+    elsewhere = copies(tmp_path / "elsewhere")
+    first = publish(own, tmp_path, "first", call="first")
+    assert run("fetch", first.key, "--store", own.url, "--to", elsewhere.url).code == 0
+    run("recall", A, "--reason", "bad", "--store", elsewhere.url)
+
+    done = run("keygen", "--rotate", "--name", "me, again", "--json")
+    assert done.code == 0, done.err
+    new = SigningKey.load(signing_key_path(settings()))
+    assert new.public.fingerprint == done.json["fingerprint"] != key.public.fingerprint
+    assert [k.name for k in trusted_keys(settings()).list()] == ["me", "me, again"]
+    again = run("keygen", "--rotate")
+    assert again.code == 2
+    assert "aotcache keygen --retire" in again.err
+
+    second = publish(own, tmp_path, "second", call="second")
+    run("fetch", second.key, "--store", own.url, "--to", elsewhere.url)
+    both = {key.public.fingerprint, new.public.fingerprint}
+
+    def signers(of: Any) -> set[str]:
+        (found,) = elsewhere.lookup(of.key)
+        assert found.envelope is not None
+        return {signature.keyid for signature in found.envelope.signatures}
+
+    assert signers(second) == both
+    assert signers(first) == {key.public.fingerprint}
+    signed = run("sign", "--store", elsewhere.url, "--json")
+    assert signed.code == 0, signed.err
+    assert [row["digest"] for row in signed.json["signed"]] == [first.digest]
+    assert signers(first) == both
+    assert run("sign", "--store", elsewhere.url, "--json").json["signed"] == []
+
+    assert run("keygen", "--retire").code == 0
+    assert run("keygen", "--retire").code == 2
+    assert [path.name for path in (tmp_path / "config").glob("*.pem*")] == ["signing.pem"]
+    run("trust", "remove", "me")
+    # Whoever trusts the new key alone opens both, and refuses what the old one had recalled.
+    assert run("verify", "--store", elsewhere.url).code == 0
+    (row,) = run("recall", "--json", "--store", elsewhere.url).json["recalled"]
+    assert (row["what"], row["signer"]) == (A, "me, again")
+
+
+def test_what_nobody_trusted_signed_is_not_signed_here(run: Any, key: SigningKey, tmp_path: Path) -> None:
+    elsewhere = copies(tmp_path / "elsewhere")
+    for manifest in (make_manifest(b"bare"), sign(make_manifest(b"two", call="2"), SigningKey.generate())):
+        archive = tmp_path / "archive"
+        archive.write_bytes(b"bare" if manifest.envelope is None else b"two")
+        assert elsewhere.publish(manifest, archive)
+    done = run("sign", "--store", elsewhere.url, "--json")
+    assert done.code == 1
+    assert done.json["signed"] == []
+    assert len(done.json["left"]) == 2
+
+
+def test_a_rotation_that_was_killed_goes_on_with_the_same_key(
+    run: Any, key: SigningKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aotcache.rotation.os.replace", killed)
+        run("keygen", "--rotate", "--name", "new")
+    assert SigningKey.load(signing_key_path(settings())).public == key.public
+    done = run("keygen", "--rotate", "--name", "new", "--json")
+    assert done.code == 0, done.err
+    assert [k.name for k in trusted_keys(settings()).list()] == ["me", "new"]
+    assert SigningKey.load(signing_key_path(settings())).public.fingerprint == done.json["fingerprint"]
+    assert SigningKey.load(tmp_path / "config" / "signing.previous.pem").public == key.public
+
+
+def test_a_key_that_is_not_there_is_not_rotated(run: Any, tmp_path: Path) -> None:
+    for option in ("--rotate", "--retire"):
+        done = run("keygen", option)
+        assert done.code == 2
+        assert "there is no signing key" in done.err
+    assert run("keygen", "--rotate", "--retire").code == 2
+    assert not (tmp_path / "config").exists()
