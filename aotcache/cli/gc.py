@@ -167,8 +167,8 @@ def _complain(done: Collected) -> None:
         console.print(problem, markup=False)
     if done.over:
         console.print(
-            f"{human_bytes(done.over)} more than --max-size stay: what is left is pinned, locked or in use; "
-            "`aotcache gc --dry-run` shows what and why",
+            f"{human_bytes(done.over)} more than --max-size stay: what is left is pinned, locked, in use or not a "
+            "day old; `aotcache gc --dry-run` shows what and why",
             markup=False,
         )
 

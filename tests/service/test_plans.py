@@ -12,7 +12,11 @@ from sqlalchemy import event, text
 
 from aotcache.db.engine import Database
 from aotcache.db.models import ArtifactRow, BlobRow, KeyComponentRow, UsageRow
+from aotcache.service.gc import Collector
 from aotcache.service.index import Index
+from aotcache.service.leases import Leases
+from aotcache.store import ObjectStore, open_store
+from aotcache.store.evict import Limits
 from tests.services.postgres import Postgres
 
 ROWS = 100_000
@@ -205,11 +209,35 @@ def test_a_page_of_one_code_finds_its_keys_in_one_index_alone(filled: Database) 
 def test_the_oldest_are_read_from_indexes_alone(filled: Database) -> None:
     index = Index(filled)
     assert len(index.oldest(1000)) == 1000
-    steps = reads(filled, plans(filled, lambda: index.oldest(1000)))
+    last = index.oldest(40_000)[-1]
+    after = (last.last_used, last.key, last.variant)
+    assert [c.last_used for c in index.oldest(2, after)] == [40_000.0, 40_001.0]
     first, second = only(filled, "ix_usage_oldest"), only(filled, "pk_artifacts")
-    assert len(steps) == 2, steps
-    assert any(map(first, steps)), steps
-    assert any(map(second, steps)), steps
+    for place in (None, after):
+        steps = reads(filled, plans(filled, lambda place=place: index.oldest(1000, place)))
+        assert len(steps) == 2, steps
+        assert any(map(first, steps)), steps
+        assert any(map(second, steps)), steps
+
+
+def test_a_collection_finds_entries_that_share_archives_by_these(filled: Database) -> None:
+    store = open_store("memory:///")
+    assert isinstance(store, ObjectStore)
+    collector = Collector(filled, Index(filled), Leases(filled), store)
+    digests = frozenset(row.digest for row in Index(filled).oldest(500))
+    assert sum(map(len, collector._groups(digests).values())) == 500
+    steps = reads(filled, plans(filled, lambda: collector._groups(digests)))
+    assert any("ix_artifacts_digest" in step for step in steps), steps
+    assert not any(step.startswith(("SCAN", "Seq Scan")) for step in steps), steps
+
+
+def test_a_collection_of_a_few_reads_a_few(filled: Database) -> None:
+    """A dry run down to 500 archives less than there are: a page or two of the index, and no more."""
+    store = open_store("memory:///")
+    assert isinstance(store, ObjectStore)
+    collector = Collector(filled, Index(filled), Leases(filled), store)
+    done = collector.round(Limits(max_bytes=(ROWS - 500) * 1000), dry_run=True)
+    assert (len(done.decisions), done.before - done.after, done.over) == (500, 500_000, 0)
 
 
 def test_the_tables_are_as_large_as_they_must_be_for_this(filled: Database) -> None:

@@ -19,7 +19,10 @@ from aotcache.store import ObjectStore, layout, open_store
 from aotcache.store.clients import Client, Info
 from aotcache.store.collect import Collected, collect
 from aotcache.store.evict import DAY
+from aotcache.store.http import HttpStore
 from aotcache.store.survey import words
+from aotcache.store.tiered import TieredStore
+from aotcache.trust import sign
 from aotcache.types import Digest, sha256
 from tests.manifests import make_manifest, write_archive
 
@@ -367,6 +370,37 @@ def test_a_service_is_told_that_an_archive_has_just_been_collected(place: Place)
     )
     with pytest.raises(NotStored, match="collected"):
         publisher.put_ref(late)
+
+
+# A service.
+
+
+def test_a_service_collects_by_the_same_rules(service: Any, signing_key: Any, tmp_path: Path) -> None:
+    """Also where the store that is named has copies in front of it: its own entries go."""
+    remote = open_store(service.url, tier=False)
+    copies = open_store(tmp_path / "copies")
+    assert isinstance(copies, ObjectStore)
+    tiered = TieredStore(copies, remote, tmp_path / "locks")
+    made = [sign(make_manifest(data, call=f"{data!r}"), signing_key) for data in (b"one!", b"two!", b"three")]
+    for manifest, data in zip(made, (b"one!", b"two!", b"three"), strict=True):
+        assert tiered.publish(manifest, write_archive(tmp_path, data))
+    assert tiered.pin(made[2].key, "release").reason == "release"
+    assert [pin.what for pin in tiered.pins()] == [made[2].key]
+    tried = collect(remote, max_bytes=9, dry_run=True)
+    for done in (tried, collect(tiered, max_bytes=9)):
+        assert (done.before, done.after, done.over, done.problems, done.notes) == (13, 9, 0, (), ())
+        assert [(d.candidate.key, d.candidate.place, d.reason) for d in done.removed] == [
+            (made[0].key, service.url, "size")
+        ]
+    assert [bool(remote.lookup(manifest.key)) for manifest in made] == [False, True, True]
+    assert collect(remote, max_bytes=0, locked={made[1].digest}).over == 9
+    assert tiered.unpin(made[2].key)
+    assert not remote.unpin(made[2].key)
+    assert collect(remote, max_bytes=0).over == 0
+    # The copies are this host's business.
+    assert [bool(copies.lookup(manifest.key)) for manifest in made] == [True] * 3
+    assert isinstance(remote, HttpStore)
+    remote.session.close()
 
 
 # A directory alone.
