@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import hashlib
 import importlib
 import io
 import os
@@ -11,6 +13,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +35,7 @@ import aotcache.cli.database
 import aotcache.cli.keys
 import aotcache.cli.serve
 from aotcache import lockfile, passing
+from aotcache.cli import doctor
 from aotcache.cli import main as run_command_line
 from aotcache.cli.app import app
 from aotcache.config import Settings
@@ -45,6 +49,7 @@ from aotcache.trust import SigningKey, signing_key_path, trusted_keys
 from aotcache.types import CacheKey, Digest, Target
 from tests.faults import entries, shim
 from tests.faults.hatchery import acknowledge
+from tests.manifests import make_manifest
 
 _IMPORTED = (
     alembic.autogenerate, alembic.command, aotcache.api.app, aotcache.cli.database, aotcache.cli.keys,
@@ -58,6 +63,7 @@ def warm_up() -> None:
     """Have what is loaded at first use loaded before anything is forked."""
     get_command(app)
     SigningKey.generate()
+    codecs.lookup("cp437")  # zipfile's, where another user may not read the interpreter's files
     for entry in pkgutil.iter_modules(aotcache.cli.__path__, "aotcache.cli."):
         importlib.import_module(entry.name)
 
@@ -403,3 +409,26 @@ def unpack_all(url: str, own: int) -> dict[str, Any]:
         "injected": dict(shim.injected),
         "retried": passing.retried(),
     }
+
+
+def open_entry(url: str, key: str) -> None:
+    """Open the one entry of a key as a worker does, `dlopen` included."""
+    store = open_store(url)
+    (manifest,) = store.lookup(CacheKey(key))
+    registry.open_artifact(manifest, store, Settings().home)
+
+
+def publish_file(url: str, archive: str, member: str) -> str:
+    """Publish an archive whose library is a file of this host; its key."""
+    data = Path(archive).read_bytes()
+    with zipfile.ZipFile(archive) as package:
+        members = {n: Digest(hashlib.sha256(package.read(n)).hexdigest()) for n in package.namelist()}
+    manifest = make_manifest(data, call=member, mode="infer", pair=None, members=members)
+    open_store(url).publish(manifest, Path(archive))
+    return manifest.key
+
+
+def findings() -> list[dict[str, Any]]:
+    """What `aotcache doctor` says of this user's home."""
+    # Not the whole of it: torch reads more of the interpreter than another user may be able to.
+    return [asdict(finding) for finding in doctor._home()]

@@ -22,6 +22,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -399,6 +400,7 @@ def _child(request: dict[str, Any], said: int) -> None:
         for name, value in request["environment"].items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         random.seed()
+        tempfile.tempdir = None  # found anew, for this child's environment
         for before, arguments in request["before"].items():
             _named(before)(**arguments)
         function = _named(request["call"])
