@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from aotcache.graph.tree import flatten_output, require_rebuilds, to_json
 from aotcache.manifest import Certificate, Manifest, Provenance
 from aotcache.runtime import registry
 from aotcache.runtime.dense import dense_attention
+from aotcache.runtime.dispatch import require_fits
 from aotcache.spec import load_spec
 from aotcache.types import CacheKey, Target
 
@@ -135,8 +136,17 @@ class Worker:
                             },
                         )
 
-    def build(self, key: CacheKey, target: Target) -> dict[str, Any]:
-        """Build the artifact of one key for one target; answer with its manifest and archive."""
+    def certify(self, manifest: Manifest, archive: Path) -> dict[str, Any]:
+        """Check an artifact that was built before as `build` checks it; answer with what was measured now."""
+        calls = self._captured(manifest.key)
+        require_fits(calls[0], manifest)
+        with self._stage("certify", manifest.key, {}):
+            executable = registry.open_unshared(manifest, archive, self.staging / "home")
+            certificate = certify(executable, calls[:_BATCHES], self._context)
+        return {"event": "done", "certificate": asdict(certificate)}
+
+    def _captured(self, key: CacheKey) -> list[Call]:
+        """The calls of a key, on different batches."""
         if key not in self._calls:
             self.capture()
         if key not in self._calls:
@@ -146,9 +156,14 @@ class Worker:
                 key=key,
             )
         calls = self._calls[key]
-        call = calls[0]
         with self._context():
-            call.region.require_unchanged(call)
+            calls[0].region.require_unchanged(calls[0])
+        return calls
+
+    def build(self, key: CacheKey, target: Target) -> dict[str, Any]:
+        """Build the artifact of one key for one target; answer with its manifest and archive."""
+        calls = self._captured(key)
+        call = calls[0]
         seconds: dict[str, float] = {}
         workdir = self.staging / f"{key[:16]}-{target.arch}"
         workdir.mkdir(parents=True, exist_ok=True)
@@ -251,6 +266,9 @@ def serve(job: Mapping[str, Any], send: Send, receive: Receive) -> None:
                 worker = Worker(job, send, receive)
             if request["do"] == "capture":
                 send(worker.capture())
+            elif request["do"] == "certify":
+                manifest = Manifest.from_json(request["manifest"].encode(), where="the request")
+                send(worker.certify(manifest, Path(request["archive"])))
             else:
                 send(worker.build(CacheKey(request["key"]), Target.parse(request["target"])))
         except AotcacheError as error:

@@ -106,8 +106,7 @@ def make_record(call: Call, executable: Executable) -> Record:
         CallRefused: the result would hold a view of a tensor that comes in another layout.
     """
     manifest = executable.manifest
-    template = tree.from_json(manifest.output_tree)
-    _require_fits(call, manifest, template)
+    template = require_fits(call, manifest)
     changes = tuple(
         (i, tuple(slot.stride))
         for i, (tensor, slot) in enumerate(zip(call.tensors, manifest.called, strict=True))
@@ -130,8 +129,15 @@ def make_record(call: Call, executable: Executable) -> Record:
     )
 
 
-def _require_fits(call: Call, manifest: Manifest, template: tree.Template) -> None:
-    """Beyond this a tensor that is another than the graph's slot would be read as if it were that one."""
+def require_fits(call: Call, manifest: Manifest) -> tree.Template:
+    """The template of an artifact's result, if its slots are the call's.
+
+    Beyond this a tensor that is another than the graph's slot would be read as if it were that one.
+
+    Raises:
+        ManifestError, RejectedArtifact: see `make_record`.
+    """
+    template = tree.from_json(manifest.output_tree)
     wanted = [(name, *_metadata(tensor)) for name, tensor in zip(call.names, call.tensors, strict=True)]
     slots = [(slot.name, slot.dtype, tuple(slot.shape)) for slot in manifest.called]
     if slots != wanted:
@@ -140,6 +146,7 @@ def _require_fits(call: Call, manifest: Manifest, template: tree.Template) -> No
         raise _no_fit(manifest, f"its inputs are not those of the call: expected {expected}, found {found}")
     if not tree.positions(template) <= {*range(manifest.results)}:
         raise _no_fit(manifest, f"its result names a tensor beyond the {manifest.results} that there are")
+    return template
 
 
 def _require_views(call: Call, executable: Executable, changes: dict[int, tuple[int, ...]]) -> None:

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aotcache.build import plan
 from aotcache.lockfile import read_lock
+from aotcache.store import open_store
 
 DRAFTER = """
 import torch
@@ -215,3 +217,40 @@ def test_a_target_that_cannot_be_built_is_wrong_usage(aotcache: Aotcache, target
     assert done.code == 2, done.out + done.err
     assert target in done.err
     assert "cpu:x86_64-avx2" in done.err
+
+
+def test_what_was_built_agrees_when_it_is_run_again(story: dict[str, Done], aotcache: Aotcache) -> None:
+    assert story["warm"].code == 0
+    done = aotcache("verify", "--run", "--spec", "drafter.toml", "--json")
+    assert done.code == 0, done.err
+    assert done.json["ok"] is True
+    (cell,) = done.json["cells"]  # both layers are one
+    assert (cell["state"], cell["region"], cell["error"]) == ("agrees", "layers.0", None)
+    assert cell["certificate"]["batches"] >= 2
+    assert "compile" not in done.err
+    assert "[1/1] layers.0 infer seq=16" in done.err
+
+
+def test_an_artifact_that_computes_something_else_disagrees(
+    story: dict[str, Done], aotcache: Aotcache, folder: Path, tmp_path: Path
+) -> None:
+    """What was built, validly described as that of a drafter with another constant."""
+    assert story["warm"].code == 0
+    (tmp_path / "other_drafter.py").write_text(DRAFTER.replace("SCALE = 2.0", "SCALE = 2.001"))
+    spec = tmp_path / "other.toml"
+    spec.write_text(SPEC.replace("warmed_drafter", "other_drafter"))
+    (source,) = {m.digest: m for m in open_store(folder / "home" / "store").list()}.values()
+    archive = open_store(folder / "home" / "store").blob_path(source.digest)
+    assert archive is not None
+    parts = next(iter(plan(spec))).cell.parts
+    store = open_store(tmp_path / "store")
+    assert store.publish(replace(source, key=parts.key, components=tuple(parts.to_json())), archive)
+    done = aotcache("verify", "--run", "--spec", str(spec), "--store", store.url)
+    assert done.code == 1
+    assert "disagrees" in done.out
+    assert "output 0 differs from float64 eager by " in done.out
+    assert "0 of 1 stored artifacts agree" in done.out
+
+
+def test_spec_without_run_is_wrong_usage(aotcache: Aotcache) -> None:
+    assert aotcache("verify", "--spec", "drafter.toml").code == 2
