@@ -321,9 +321,11 @@ class ObjectStore:
 
     def _put_blob(self, digest: Digest, archive: Path) -> None:
         path = layout.blob(digest)
-        chunks = self._client.chunks(path)
-        if chunks is not None and _digest(chunks)[0] == digest:
-            return
+        there = self._client.head(path)
+        if there is not None and there.size == archive.stat().st_size:
+            chunks = self._client.chunks(path)
+            if chunks is not None and _digest(chunks)[0] == digest:
+                return
         # Bytes that are there and wrong are replaced: this heals the entry.
         self._client.put(path, archive, create=False)
 

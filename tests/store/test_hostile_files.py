@@ -1,4 +1,4 @@
-"""Symbolic links in a directory of one's own: those that lead out are not followed, by anybody, for anything."""
+"""Links that lead out of a store, and files of absurd sizes in it: none is followed, none is read whole."""
 
 from __future__ import annotations
 
@@ -199,3 +199,15 @@ def test_a_vast_document_is_not_read_into_memory(
     (entry,) = store.entries()
     assert "expected at most" in (entry.problem or "")
     assert store.lookup(manifest.key) == []
+
+
+@pytest.mark.parametrize("size", [0, 3, 1 << 40])
+def test_an_archive_of_another_size_is_a_miss_before_a_byte_of_it_is_read(
+    store: Store, root: Path, manifest: Manifest, tmp_path: Path, size: int
+) -> None:
+    os.truncate(blob(root, manifest), size)
+    assert store.lookup(manifest.key) == []
+    (entry,) = store.entries()
+    assert f"has {size} bytes, the manifest says {manifest.size}" in (entry.problem or "")
+    assert store.publish(manifest, write_archive(tmp_path, b"bytes"))  # and that heals it
+    assert store.lookup(manifest.key) == [manifest]
