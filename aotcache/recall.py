@@ -19,12 +19,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 from aotcache.config import Settings
-from aotcache.errors import ConfigError, ManifestError, RecallConflict, ServiceUnavailable, StoreError
+from aotcache.errors import ManifestError, RecallConflict, ServiceUnavailable, StoreError
 from aotcache.manifest import Manifest
 from aotcache.recall_list import (
     RECALL_TYPE,
@@ -36,7 +35,8 @@ from aotcache.recall_list import (
     signer_of,
     verified,
 )
-from aotcache.trust import PublicKey, SigningKey, signing_key_path, trusted_keys
+from aotcache.recall_signers import InForce, Signer, signers
+from aotcache.trust import PublicKey, SigningKey
 from aotcache.types import is_digest
 
 logger = logging.getLogger(__name__)
@@ -68,34 +68,6 @@ class Lists(Protocol):
 
     def put_recall(self, document: bytes, signer: str) -> None:
         """Take one more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Signer:
-    """Whose recalls count here.
-
-    Attributes:
-        name: What the key is called in lists.
-        key: The key.
-    """
-
-    name: str
-    key: PublicKey
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.key.fingerprint})"
-
-
-@dataclass(frozen=True, slots=True)
-class InForce:
-    """One thing that is not opened on this host, and who says so."""
-
-    entry: Recalled
-    signer: Signer
-
-    def __str__(self) -> str:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.entry.at))
-        return f"{self.entry.reason} (recalled by {self.signer} on {when})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,24 +354,6 @@ def recall_problem(manifest: Manifest, *, home: Path) -> str | None:
     return Recalls(home).problem(manifest)
 
 
-def signers(config: Settings) -> dict[str, Signer]:
-    """Whose recalls count: the trusted keys, and this user's own signing key. By hex of the fingerprint.
-
-    Raises:
-        ConfigError: a trusted key's file cannot be understood.
-    """
-    found = {signer_of(key.key): Signer(key.name, key.key) for key in trusted_keys(config).list()}
-    path = signing_key_path(config)
-    try:
-        status = path.stat()
-    except OSError:
-        return found
-    own = _own_key(path, status.st_mtime_ns, status.st_ino, status.st_size)
-    if own is not None:
-        found.setdefault(signer_of(own), Signer("this user", own))
-    return found
-
-
 def publish_list(
     store: Lists,
     key: SigningKey,
@@ -485,14 +439,6 @@ def _write(path: Path, data: bytes, *, durable: bool = True) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-@lru_cache(maxsize=4)
-def _own_key(path: Path, *_: int) -> PublicKey | None:
-    try:
-        return SigningKey.load(path).public
-    except ConfigError:
-        return None  # nothing is signed with it either
 
 
 __all__ = [

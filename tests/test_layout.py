@@ -25,6 +25,7 @@ LAYERS = (
         "trust",
         "recall",
         "recall_list",
+        "recall_signers",
         "rotation",
         "config",
         "host",

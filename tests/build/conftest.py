@@ -9,7 +9,7 @@ import pytest
 from aotcache.store.builds import BuildService
 from tests.services.building import Building, building, client_of
 
-LAYERS = "abcdez"
+LAYERS = "abcdefz"
 """Of the service's spec; `z` cannot be built."""
 
 

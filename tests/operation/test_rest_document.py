@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from aotcache.api.errors import _STATUS
+from aotcache.recall_list import SignedList, next_list
 from aotcache.store.http import HttpStore
 from aotcache.store.session import ServiceSession
 from aotcache.trust import sign
@@ -92,6 +93,8 @@ def shell(service: Serving, tmp_path_factory: pytest.TempPathFactory) -> Shell:
     assert store.publish(manifest, archive)
     store.session.close()
     (folder / "envelope.json").write_bytes(manifest.document())
+    recalled = next_list([], recall={"b" * 64: "wrong gradients"}, now=1.7e9, seconds=86400.0)
+    (folder / "recall.json").write_bytes(SignedList.make(recalled, key).document)
     variables = {
         "URL": service.url,
         "TOKEN": token,
