@@ -84,10 +84,13 @@ class KeyParts:
 
     @classmethod
     def from_json(cls, data: Iterable[dict[str, Any]]) -> KeyParts:
-        """The inverse of `to_json`."""
-        return cls(
-            tuple(Component(str(c["name"]), tuple((str(n), str(v)) for n, v in c["items"])) for c in data)
-        )
+        """The inverse of `to_json`. Raises ValueError for anything else."""
+        try:
+            return cls(
+                tuple(Component(str(c["name"]), tuple((str(n), str(v)) for n, v in c["items"])) for c in data)
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the components of a key: {error}") from error
 
 
 def _differences(ours: tuple[Component, ...], theirs: tuple[Component, ...]) -> Iterator[Difference]:

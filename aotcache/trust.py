@@ -112,6 +112,7 @@ class SigningKey:
         Raises:
             ConfigError: it is not there, cannot be read, is no such key, or others may read it.
         """
+        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -137,7 +138,7 @@ class SigningKey:
             )
         try:
             private = load_pem_private_key(data, password=None)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(
                 f"{path} is not a PEM private key without a password", path=str(path)
             ) from error

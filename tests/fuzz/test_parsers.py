@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aotcache.errors import AotcacheError
 from tests.faults import mutations
 from tests.fuzz.parsers import PARSERS, Parser, feed
 
@@ -108,3 +109,24 @@ def test_numbers_beyond_all_bounds_are_refused(parser: Parser) -> None:
     for seed in parser.seeds():
         for number in ("9" * 5000, "1e999", "-1e999", "NaN", "-Infinity", "1" + "0" * 400):
             feed(parser, seed.replace(b":1", b":" + number.encode()).replace(b": 1", b": " + number.encode()))
+
+
+FOUND = {
+    "recorded calls": [
+        b'{"source":"s","run":null,"calls":[],"keys":{"k":{"mode":"train","regions":{},"components":["d"]}},'
+        b'"components":{"d":{"name":"code","items":%b}},"outside":{},"left_out":{},"format":1}' % items
+        for items in (b"0.5", b"[1]", b"[[1]]", b"null", b'"ab"')
+    ],
+    # Of a kind of key that the library does not know: no Ed25519 key by one letter.
+    "signing key": [
+        b"-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQYDK1VwBCIEIAcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcH\n"
+        b"-----END PRIVATE KEY-----\n"
+    ],
+}
+"""What `make fuzz` has found: each ended its parser in another way than by a typed error once."""
+
+
+@pytest.mark.parametrize(("name", "data"), [(name, data) for name, found in FOUND.items() for data in found])
+def test_what_was_found_once_is_refused(name: str, data: bytes) -> None:
+    with pytest.raises(AotcacheError):
+        PARSERS[name].read(data)
