@@ -111,17 +111,19 @@ def test_numbers_beyond_all_bounds_are_refused(parser: Parser) -> None:
             feed(parser, seed.replace(b":1", b":" + number.encode()).replace(b": 1", b": " + number.encode()))
 
 
+PEM = b"""-----BEGIN PRIVATE KEY-----
+MC4CAQAwBQYDK1VwBCIEIAcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcH
+-----END PRIVATE KEY-----
+"""
+"""Of a kind of key that nobody knows: no Ed25519 key by one letter."""
+
 FOUND = {
     "recorded calls": [
         b'{"source":"s","run":null,"calls":[],"keys":{"k":{"mode":"train","regions":{},"components":["d"]}},'
         b'"components":{"d":{"name":"code","items":%b}},"outside":{},"left_out":{},"format":1}' % items
         for items in (b"0.5", b"[1]", b"[[1]]", b"null", b'"ab"')
     ],
-    # Of a kind of key that the library does not know: no Ed25519 key by one letter.
-    "signing key": [
-        b"-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQYDK1VwBCIEIAcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcH\n"
-        b"-----END PRIVATE KEY-----\n"
-    ],
+    "signing key": [PEM],
 }
 """What `make fuzz` has found: each ended its parser in another way than by a typed error once."""
 
