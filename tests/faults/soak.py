@@ -25,7 +25,7 @@ from tests.services.postgres import Postgres
 from tests.services.s3 import s3_server
 from tests.services.serving import ROOT, serving
 
-AGAIN_SECONDS = 60.0
+AGAIN_SECONDS = 150.0
 """Within which everybody must be at work again once the service is back for good."""
 
 _END_SECONDS = 120.0
