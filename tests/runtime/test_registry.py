@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +22,8 @@ import torch
 from aotcache.errors import CorruptArtifact, NotStored, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.runtime import registry
+from aotcache.runtime.function import Executable
+from aotcache.store.base import Store
 from aotcache.types import Digest
 from tests.runtime import artifacts
 from tests.runtime.artifacts import Artifact, close, inputs, loss, reference
@@ -322,3 +326,35 @@ def full_home(tmp_path: Path) -> Path:
 def test_a_home_that_cannot_be_written_to_is_an_error_that_names_it(pair: Artifact, full_home: Path) -> None:
     with pytest.raises(StoreError, match="unpacked is a file, expected a directory"):
         _unpack(pair, full_home)
+
+
+def test_what_a_collection_removes_while_it_is_opened_is_unpacked_once_more(
+    pair: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, opened, really = pair.renamed("collected"), [], registry._open_marked
+
+    def collected(manifest: Manifest, folder: Path, store: Store, home: Path) -> Executable:
+        opened.append(folder)
+        if len(opened) <= times:
+            shutil.rmtree(folder)
+        return really(manifest, folder, store, home)
+
+    monkeypatch.setattr(registry, "_open_marked", collected)
+    times = 2
+    with pytest.raises((RejectedArtifact, OSError)):
+        registry.open_artifact(manifest, pair.store, tmp_path / "home")
+    assert len(opened) == 2
+    opened.clear()
+    times = 1
+    assert registry.open_artifact(manifest, pair.store, tmp_path / "home")[1]
+    assert len(opened) == 2
+
+
+def test_opening_notes_the_use_of_the_archive_and_of_what_is_unpacked(pair: Artifact, tmp_path: Path) -> None:
+    folder = _unpack(pair, tmp_path)
+    blob = pair.store.blob_path(pair.manifest.digest)
+    assert blob is not None
+    for path in (blob, folder):
+        os.utime(path, (1e9, 1e9))
+    registry.open_artifact(pair.renamed("used"), pair.store, tmp_path)
+    assert all(path.stat().st_mtime > time.time() - 600 for path in (blob, folder))
