@@ -32,6 +32,7 @@ from aotcache.recall_list import (
     SignedList,
     merged,
     next_list,
+    parsed,
     signer_of,
     verified,
 )
@@ -134,9 +135,9 @@ class Recalls:
         shown: dict[str, int] = {}
         for document in documents:
             try:
-                found = SignedList.from_document(document, where=f"{store.url}: a recall list")
+                found = parsed(document)
             except ManifestError as error:
-                self._tell(f"{error}; it counts for nothing")
+                self._tell(f"{store.url}: {error}; it counts for nothing")
                 continue
             if not ours(found.signer):
                 continue
@@ -243,12 +244,15 @@ class Recalls:
 
     def stale(self, store: Lists) -> str | None:
         """Why it is not certain that all is known that was recalled in a store; None if it is, or nearly."""
-        now, note = time.time(), self._noted(store.url)
-        known = signers(Settings()) if self._signers() or not store.own else {}
+        having = self._signers()
+        if store.own and not having:
+            return None  # nothing that could have expired
+        now, note, config = time.time(), self._noted(store.url), Settings()
+        known = signers(config)
         if not known:
             return None  # nobody could have recalled anything
         if not store.own:
-            hours = Settings().recall_hours
+            hours = config.recall_hours
             if note is None or note.asked > now + _AHEAD_SECONDS:
                 return f"{store.url} was never asked for its recall lists, and cannot be now"
             if now - note.asked > hours * 3600:
@@ -413,7 +417,7 @@ def _read(path: Path, signer: str) -> SignedList | None:
     """A kept list; None if it is not what its name says. Raises FileNotFoundError."""
     try:
         document = path.read_bytes()
-        found = SignedList.from_document(document, where=str(path))
+        found = parsed(document)
     except FileNotFoundError:
         raise
     except (OSError, ManifestError):

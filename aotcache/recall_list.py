@@ -275,10 +275,16 @@ def signer_of(key: PublicKey) -> str:
 
 
 @lru_cache(maxsize=16)
+def parsed(document: bytes) -> SignedList:
+    """`SignedList.from_document`, remembered: the same few lists are looked at at every opening."""
+    return SignedList.from_document(document, where="a recall list")
+
+
+@lru_cache(maxsize=16)
 def verified(document: bytes, key: PublicKey) -> SignedList | None:
-    """A document, if it is a list by this key. Remembered: the same few are looked at at every opening."""
+    """A document, if it is a list by this key; remembered, too."""
     try:
-        found = SignedList.from_document(document, where="a recall list")
+        found = parsed(document)
     except ManifestError:
         return None
     return found if found.by(key) else None
@@ -296,6 +302,7 @@ __all__ = [
     "SignedList",
     "merged",
     "next_list",
+    "parsed",
     "require_reason",
     "signer_of",
     "verified",

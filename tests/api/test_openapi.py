@@ -23,6 +23,7 @@ DEEPER = {
     ("GET", "/v1/builds"),
     ("PUT", "/v1/artifacts/{key}"),
     ("PUT", "/v1/blobs/{digest}"),
+    ("PUT", "/v1/recalls"),
     ("POST", "/v1/builds"),
     ("POST", "/v1/keys/{key}/why"),
 }
