@@ -13,7 +13,7 @@ from aotcache.store.collect import collect
 from tests.faults.hatchery import Hatchery, hatchery
 from tests.store import collecting
 
-ROUNDS = 30
+ROUNDS = 20
 
 
 @pytest.fixture(scope="module")
@@ -100,4 +100,6 @@ def test_publishers_readers_and_collections_that_die_lose_nothing(hatched: Hatch
     }.items()
     for manifest in store.list():
         store.fetch(manifest.digest, tmp_path / "copy")
-    assert list(store.client.list(layout.COLLECTING)) == []
+    # A marker that a killed one left may stay for an hour, nothing that it had put aside.
+    left = [info.path for info in store.client.list(layout.COLLECTING)]
+    assert [path for path in left if layout.aside_of(path) is not None or layout.is_ref_aside(path)] == []
