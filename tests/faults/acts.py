@@ -9,6 +9,7 @@ import io
 import os
 import pkgutil
 import random
+import sqlite3
 import sys
 import time
 import zipfile
@@ -41,7 +42,7 @@ from aotcache.cli.app import app
 from aotcache.config import Settings
 from aotcache.db import migrate
 from aotcache.db.engine import Database
-from aotcache.errors import AotcacheError, NotStored
+from aotcache.errors import AotcacheError, NotStored, StoreError
 from aotcache.runtime import registry
 from aotcache.store import ObjectStore, http, open_store, tiered
 from aotcache.store.local import locked
@@ -432,3 +433,67 @@ def findings() -> list[dict[str, Any]]:
     """What `aotcache doctor` says of this user's home."""
     # Not the whole of it: torch reads more of the interpreter than another user may be able to.
     return [asdict(finding) for finding in doctor._home()]
+
+
+def examine_key(url: str, key: str, digest: str | None) -> list[str]:
+    """What is wrong with a key that two have published at once.
+
+    Args:
+        url: The store.
+        key: The key.
+        digest: The archive that was acknowledged as stored; None if none was.
+    """
+    store = open_store(url, tier=False)
+    found = list(store.variants(CacheKey(key)))
+    problems = [f"partial: {key}: {entry.problem}" for entry in found if entry.problem is not None]
+    if digest is not None and [entry.manifest.digest for entry in found if entry.manifest] != [digest]:
+        problems.append(f"lost: {digest} was acknowledged as stored, and {found} is there")
+    for entry in found:
+        if entry.manifest is not None and entry.problem is None:
+            problems += _wrong_bytes(store, entry.manifest)
+    return problems
+
+
+def publish_many(url: str, folder: str, first: int, count: int, size: int) -> dict[str, int]:
+    """Publish entries one after the other; each that succeeds is acknowledged, and what fails is a typed error."""
+    refused = 0
+    store = open_store(url, tier=False)
+    for seed in range(first, first + count):
+        manifest = entries.signed(entries.manifest_of(seed, size))
+        began = time.monotonic()
+        try:
+            store.publish(manifest, Path(folder, f"{seed}-{size}.pt2"))
+        except StoreError as error:
+            refused += 1
+            acknowledge(refused=str(error)[:200], seconds=time.monotonic() - began)
+            time.sleep(0.1)
+        else:
+            acknowledge(key=manifest.key, digest=manifest.digest, seconds=time.monotonic() - began)
+    return {"refused": refused}
+
+
+def lock_database(path: str, seconds: float) -> None:
+    """Hold SQLite's one lock for writing, as another process that does not let go."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    acknowledge(locked=path)
+    time.sleep(seconds)
+    connection.execute("ROLLBACK")
+    connection.close()
+
+
+def shift_clock(seconds: float) -> None:
+    """Have this process's wall clock wrong by so much. To be called before what is tried."""
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + seconds  # type: ignore[assignment]
+    time.time_ns = lambda: now_ns() + int(seconds * 1e9)  # type: ignore[assignment]
+
+
+def examine_index(url: str, acknowledged: dict[str, str]) -> list[str]:
+    """What a service has forgotten of what it acknowledged."""
+    found = open_store(url, tier=False).resolve(CacheKey(key) for key in acknowledged)
+    return [
+        f"lost: {key} was acknowledged, and the service does not list {digest}"
+        for key, digest in acknowledged.items()
+        if digest not in [manifest.digest for manifest in found[CacheKey(key)]]
+    ]

@@ -25,7 +25,7 @@ LIMIT = 30.0
 """Seconds that an act may take."""
 
 _BOOT = 30.0
-_WINDOW = 20
+_WINDOW = 10
 """After so many rounds a stage goes on in an empty store: what is examined after each grows otherwise."""
 
 
@@ -135,7 +135,7 @@ class Publishing(Stage):
     """A publish; the store is new every `window` rounds."""
 
     window: ClassVar[int] = _WINDOW
-    size: ClassVar[int] = 200_000
+    size: ClassVar[int] = 60_000
     sign: ClassVar[bool] = False
     replaces: ClassVar[bool] = False
 
