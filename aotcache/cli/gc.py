@@ -13,6 +13,7 @@ import typer
 from aotcache.cli.entries import SHORT, find
 from aotcache.cli.output import (
     JsonFlag,
+    Progress,
     StoreOption,
     count,
     emit_json,
@@ -87,10 +88,11 @@ def gc(
         "locked": _locked(lock or ()),
         "dry_run": dry_run,
     }
-    if home:
-        done = collect_copies(store, **limits)
-    else:
-        done = collect(open_store(store, tier=False), **limits)
+    with Progress("gc") as progress:
+        if home:
+            done = collect_copies(store, **limits, told=progress.say)
+        else:
+            done = collect(open_store(store, tier=False), **limits, told=progress.say)
     if as_json:
         emit_json(_as_json(done))
     else:

@@ -53,6 +53,7 @@ def collect(
     max_age: float | None = None,
     locked: Some[str] = frozenset(),
     dry_run: bool = False,
+    told: Callable[[str], None] = lambda _: None,
 ) -> Collected:
     """Remove from a store what its limits do not allow, and what nothing names.
 
@@ -64,6 +65,7 @@ def collect(
         max_age: Seconds that an entry may go unused.
         locked: Digests that lock files name: their entries stay.
         dry_run: Only tell.
+        told: Told now and then what is being done.
 
     Raises:
         StoreError: if the store cannot be read or written at all, or is a directory that others can write to.
@@ -72,12 +74,18 @@ def collect(
     if isinstance(store, TieredStore):
         store = store.remote
     if isinstance(store, HttpStore):
-        return collect_service(store, Limits(max_bytes, max_age), locked, dry_run=dry_run)
+        return collect_service(store, Limits(max_bytes, max_age), locked, dry_run=dry_run, told=told)
     assert isinstance(store, ObjectStore)
     run = Collection(store, store.url, dry_run=dry_run)
     pins = frozenset(pin.what for pin in store.pins())
     return carry_out(
-        store.url, [run], [], Limits(max_bytes, max_age), Protected(pins, frozenset(locked)), dry_run=dry_run
+        store.url,
+        [run],
+        [],
+        Limits(max_bytes, max_age),
+        Protected(pins, frozenset(locked)),
+        dry_run=dry_run,
+        told=told,
     )
 
 
@@ -89,6 +97,7 @@ def carry_out(
     protected: Protected,
     *,
     dry_run: bool,
+    told: Callable[[str], None],
     remove: Callable[[Candidate], bool] | None = None,
     problems: Sequence[str] = (),
 ) -> Collected:
@@ -100,10 +109,14 @@ def carry_out(
         others: Candidates that lie in none of them.
         limits, protected: The rules.
         dry_run: Only tell.
+        told: See `collect`.
         remove: Removes one of the others; whether it is gone.
         problems: What `remove` adds to when it fails.
     """
-    candidates = [*others, *(candidate for run in runs for candidate in run.look())]
+    candidates = [*others]
+    for run in runs:
+        told(f"looking at {run.place}")
+        candidates += run.look()
     made = plan(
         candidates,
         max_bytes=limits.max_bytes,
@@ -116,6 +129,7 @@ def carry_out(
     decisions, after = made.decisions, made.after
     if not dry_run:
         gone = set[int]()
+        told(f"{len(made.removed)} of {len(candidates)} go")
         for run in runs:
             gone |= run.carry_out([d for d in made.decisions if d.candidate.place == run.place])
         for candidate in made.removed:
@@ -179,7 +193,10 @@ class Collection:
                 sweep(drafts)
             self._put_back()
         self._found = survey(self.store.client, self.place)
-        self.notes += [f"{path} cannot be read: {why}" for path, why in self._found.unreadable.items()]
+        self.notes += [
+            f"{path} cannot be read: {why.removeprefix(f'{path}: ')}"
+            for path, why in self._found.unreadable.items()
+        ]
         return self._found.candidates
 
     def carry_out(self, decisions: Sequence[Decision]) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from aotcache.errors import ServiceError
@@ -14,8 +14,15 @@ _LONGEST = 1000
 """Rounds of one collection: more than a store of a billion entries takes."""
 
 
-def collect_service(store: HttpStore, limits: Limits, locked: Collection[str], *, dry_run: bool) -> Collected:
-    """Have a service collect; needs the scope admin.
+def collect_service(
+    store: HttpStore,
+    limits: Limits,
+    locked: Collection[str],
+    *,
+    dry_run: bool,
+    told: Callable[[str], None],
+) -> Collected:
+    """Have a service collect; needs the scope admin. Arguments as of `collect`.
 
     Raises:
         ServiceError: it refuses, or what it answers makes no sense.
@@ -29,6 +36,7 @@ def collect_service(store: HttpStore, limits: Limits, locked: Collection[str], *
     decisions: dict[tuple[str, str | None, str, str | None], Decision] = {}
     before = after = over = 0
     notes: list[str] = []
+    told(f"looking at {store.url}")
     for number in range(_LONGEST):
         answer = store.session.json("POST", "/v1/gc", body=body)
         try:
@@ -48,6 +56,7 @@ def collect_service(store: HttpStore, limits: Limits, locked: Collection[str], *
             ) from None
         if body["cursor"] is None:
             break
+        told(f"{sum(decision.remove for decision in decisions.values())} so far")
     ordered = sorted(decisions.values(), key=lambda decision: decision.candidate.order)
     return Collected(store.url, dry_run, tuple(ordered), before, after, over, (), tuple(notes))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from collections.abc import Collection as Some
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def collect_copies(
     max_age: float | None = None,
     locked: Some[str] = frozenset(),
     dry_run: bool = False,
+    told: Callable[[str], None] = lambda _: None,
 ) -> Collected:
     """Remove copies and unpacked libraries that the limits do not allow, and what killed processes left of either.
 
@@ -44,6 +46,7 @@ def collect_copies(
         max_age: Seconds that a copy or an unpacked folder may go unopened.
         locked: Digests that lock files name.
         dry_run: Only tell.
+        told: Told now and then what is being done.
 
     Raises:
         StoreError: if it cannot be read or written at all, or others could write there.
@@ -73,6 +76,7 @@ def collect_copies(
         Limits(max_bytes, max_age),
         Protected(locked=frozenset(locked)),
         dry_run=dry_run,
+        told=told,
         remove=remove,
         problems=problems,
     )

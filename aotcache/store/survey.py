@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from aotcache.envelope import MANIFEST_TYPE
@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 _HEX64 = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _BASE64 = re.compile(rb"[A-Za-z0-9+/]{64,}={0,2}")
+_NAMES = {field.name for field in fields(Manifest)} | {"unsigned_sha256"}
 _THREADS = 8
 _BATCH = 256
 """Documents that are in memory at once."""
@@ -188,10 +189,10 @@ def is_newer(data: bytes) -> bool:
             if found["payloadType"] != MANIFEST_TYPE:
                 return True
             found = json.loads(base64.b64decode(found["payload"]))
-        schema = found["schema"]
+        schema, named = found["schema"], set(found)
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
-    return not isinstance(schema, int) or schema > SCHEMA
+    return not isinstance(schema, int) or schema > SCHEMA or not named <= _NAMES
 
 
 def _documents(client: Client, folder: str) -> Iterator[tuple[Info, bytes]]:

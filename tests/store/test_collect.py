@@ -180,6 +180,7 @@ def newer_documents(manifest: Manifest) -> list[bytes]:
     packed = base64.b64encode(bare).decode()
     return [
         bare,
+        json.dumps(values | {"more": 1}).encode(),
         json.dumps(
             {"payloadType": "application/vnd.aotcache.manifest+json", "payload": packed, "signatures": []}
         ).encode(),
@@ -189,7 +190,7 @@ def newer_documents(manifest: Manifest) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("which", range(4))
 def test_what_a_newer_release_wrote_stays_with_its_archive(place: Place, which: int) -> None:
     manifest = place.put(b"newer")
     twin = place.put(b"newer", call="the same archive")
