@@ -172,10 +172,19 @@ class Recalls:
             self._tell(
                 f"recall lists cannot be kept in {path.parent} ({error.strerror}): they hold for this process alone"
             )
-        for path, other in self._lists(found.signer):
-            superseded = other is not None and other.document != found.document
-            gone_bad = other is None and _number(path) <= found.listed.number
-            if gone_bad or (superseded and other is not None and found.listed.covers(other.listed)):
+        # Looked at once more: whoever was faster with a later list has not seen this one.
+        lists = self._lists(found.signer)
+        for path, other in lists:
+            if other is None:
+                # What followed it has all that it had; of several that knew nothing of each other, nobody can tell.
+                gone = _number(path) <= found.listed.number and len(lists) == 2
+            elif other.document == found.document:
+                gone = False
+            else:
+                gone = found.listed.covers(other.listed)
+                if other.listed.covers(found.listed):
+                    path, gone = self._path(found), True
+            if gone:
                 self._unsaved.pop(path, None)
                 with suppress(OSError):
                     path.unlink(missing_ok=True)

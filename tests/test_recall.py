@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -360,6 +361,20 @@ def test_a_kept_list_that_has_gone_bad_blocks_everything_until_a_store_shows_it_
     assert blocked(home, A, B, C) == [A, C]
 
 
+def test_of_lists_apart_one_that_has_gone_bad_goes_on_blocking(key: SigningKey, home: Path) -> None:
+    """Nobody can tell what it recalled, and no other list has it."""
+    one, other = Shown(signed(key, 5, A)), Shown(signed(key, 9, B), url="https://other.example.org")
+    for store in (one, other):
+        Recalls(home).check(store)
+    path = min((home / "recalls" / signer_of(key.public)).iterdir())
+    path.write_bytes(b"spoilt")
+    other.documents = [signed(key, 10, B, C)]
+    Recalls(home).check(other)
+    assert blocked(home, "d" * 64) == ["d" * 64]
+    Recalls(home).check(one)
+    assert blocked(home, A, B, C, "d" * 64) == [A, B, C]
+
+
 def test_a_home_that_cannot_be_written_keeps_lists_for_the_process(
     key: SigningKey, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -371,6 +386,33 @@ def test_a_home_that_cannot_be_written_keeps_lists_for_the_process(
     assert recalls.problem(manifest_of(A)) is not None
     assert recalls.problem(manifest_of(B)) is None
     assert "cannot be kept" in caplog.text
+
+
+def test_threads_that_learn_at_once_lose_nothing(key: SigningKey, home: Path) -> None:
+    """Half of them of a list and of those that follow it, half of lists that know nothing of it."""
+    chain = [next_list([], recall={f"{0:064x}": "bad"}, now=1e9, seconds=DAY * 1e4)]
+    for number in range(1, 6):
+        chain.append(next_list(chain[-1:], recall={f"{number:064x}": "bad"}, now=1e9, seconds=DAY * 1e4))
+    apart = [
+        next_list([], recall={f"{number:064x}": "bad"}, now=1e9, seconds=DAY * 1e4, after=number)
+        for number in range(6, 12)
+    ]
+    documents = [SignedList.make(one, key).document for one in (*chain, *apart)]
+
+    def learn(document: bytes) -> None:
+        for _ in range(5):
+            Recalls(home).check(Shown(document, url=f"https://{hash(document)}.example.org"))
+            recall_problem(manifest_of(A), home=home)
+
+    threads = [threading.Thread(target=learn, args=(document,)) for document in documents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    wanted = [f"{number:064x}" for number in range(12)]
+    assert blocked(home, *wanted, A) == wanted
+    kept = list((home / "recalls" / signer_of(key.public)).iterdir())
+    assert len(kept) == 1 + len(apart)
 
 
 # how old it may be

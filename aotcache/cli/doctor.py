@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,10 +21,12 @@ from aotcache.cli.entries import SHORT, judge
 from aotcache.cli.output import (
     JsonFlag,
     StoreOption,
+    count,
     emit_json,
     human_bucket,
     human_bytes,
     human_region,
+    human_time,
     print_lines,
     print_table,
 )
@@ -31,6 +34,7 @@ from aotcache.compat import best
 from aotcache.config import settings
 from aotcache.errors import AotcacheError, RejectedArtifact
 from aotcache.manifest import Manifest
+from aotcache.recall import Recalls
 from aotcache.store import Entry, Store, open_store
 from aotcache.store.circuit import circuit_for
 from aotcache.trust import SigningKey, signing_key_path, trusted_keys
@@ -70,6 +74,7 @@ def doctor(store: StoreOption = None, as_json: JsonFlag = False) -> None:
         if facts is not None:
             verdicts = _with_taken(entries, judge(entries, facts, opened), facts)
         findings.append(_store(opened, entries))
+        findings += _recalls(opened)
     except AotcacheError as error:
         findings.append(Finding("store", "fail", str(error)))
     findings += _summary(verdicts)
@@ -196,6 +201,30 @@ def _keys() -> Iterator[Finding]:
             "note",
             f"{public.fingerprint} at {path} is not trusted here; aotcache trust add {public.to_text()}",
         )
+
+
+_SOON_SECONDS = 14 * 24 * 3600.0
+"""A recall list that expires within this is told of."""
+
+
+def _recalls(store: Store) -> Iterator[Finding]:
+    """What was taken back, and whether this host can be sure to know all of it."""
+    recalls = Recalls(settings().home)
+    recalls.learn(store)
+    lists, stale = recalls.newest(), recalls.stale(store)
+    if stale is not None:
+        yield Finding("recalls", "note", stale)
+    elif lists:
+        yield Finding(
+            "recalls", "ok", f"{count(len(recalls.in_force()), 'recall')} in force: aotcache recall"
+        )
+    soon = time.time() + _SOON_SECONDS
+    for signer, listed in lists:
+        if stale is None and listed.expires < soon:
+            when = human_time(listed.expires)
+            yield Finding("recalls", "note", f"the list by {signer} expires {when}: aotcache recall --renew")
+    for key in recalls.uncounted():
+        yield Finding("recalls", "note", f"lists by {key} do not count: it is not trusted (any more)")
 
 
 def _file_system(path: Path) -> str | None:

@@ -25,6 +25,7 @@ DEEPER = {
     ("PUT", "/v1/blobs/{digest}"),
     ("PUT", "/v1/recalls"),
     ("POST", "/v1/builds"),
+    ("POST", "/v1/gc"),
     ("POST", "/v1/keys/{key}/why"),
 }
 """Operations with a cursor, a signature, a digest, a target or components: more than a schema can say."""

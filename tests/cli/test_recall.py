@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,41 @@ def test_an_expired_list_is_told_with_exit_code_1(run: Any, key: SigningKey, sto
     assert done.code == 1
     assert "has expired on" in done.out
     assert A in done.out
+
+
+def _doctor(run: Any, store: Store) -> list[tuple[str, str]]:
+    found = run("doctor", "--json", "--store", store.url).json["findings"]
+    return [(row["state"], row["detail"]) for row in found if row["what"] == "recalls"]
+
+
+def test_doctor_tells_of_lists_that_end_soon_or_do_not_count(run: Any, key: SigningKey, store: Store) -> None:
+    assert _doctor(run, store) == []
+    run("recall", A, "--reason", "bad", "--store", store.url)
+    assert _doctor(run, store) == [("ok", "1 recall in force: aotcache recall")]
+    run("recall", "--renew", "--expires", "3d", "--store", store.url)
+    (_, (state, detail)) = _doctor(run, store)
+    assert state == "note"
+    assert "aotcache recall --renew" in detail
+    other = SigningKey.generate()
+    trusted_keys(settings()).add(other.public, "colleague")
+    publish_list(store, other, Recalls(settings().home), recall={A: "bad"}, seconds=86400.0 * 90)
+    run("trust", "remove", "colleague")
+    state, detail = _doctor(run, store)[-1]
+    assert state == "note"
+    assert f"lists by {other.public.fingerprint} do not count" in detail
+
+
+def test_a_store_that_is_away_is_told_and_nothing_is_recalled(run: Any, key: SigningKey) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        done = run("recall", A, "--reason", "bad", "--store", url)
+        assert done.code == 1
+        assert "ServiceUnavailable" in done.err
+        shown = run("recall", "--json", "--store", url)
+    assert shown.code == 1
+    assert shown.json["recalled"] == []
+    assert "was never asked for its recall lists" in shown.json["problem"]
 
 
 def test_every_command_says_of_what_is_recalled(

@@ -12,6 +12,7 @@ import torch
 
 import aotcache
 from aotcache.errors import ConfigError
+from aotcache.recall import Recalls, publish_list
 from aotcache.runtime.attach import Handle
 from tests.build.specs import serviced
 from tests.loops.ranks import run
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, importable: None) -> Iterator[Building]:
-    with building(tmp_path_factory.mktemp("service"), "abz") as made:
+    with building(tmp_path_factory.mktemp("service"), "abcz") as made:
         yield made
 
 
@@ -112,6 +113,33 @@ def test_ranks_swap_in_what_all_of_them_have_and_nothing_before(client: Building
             "failed": 0,
             "traces": 0,
         }
+
+
+def test_what_is_recalled_in_a_run_is_asked_for_again_and_run_when_that_has_come(
+    client: Building, tmp_path: Path
+) -> None:
+    model, key = serviced.build("c").eval(), client.server.signing_key
+    spec = write_spec(tmp_path / "here", "c")
+    store, operator = aotcache.open_store(client.url), Recalls(tmp_path / "operator")
+    with aotcache.attach(model, spec, on_miss="request") as handle:
+        want = call(model)
+        until(lambda: ready(handle) == 1)
+        handle.refresh()
+        call(model)
+        assert (counts(handle)["hits"], counts(handle)["requested"]) == (1, 1)
+        (digest,) = handle.resolver.served.values()
+        publish_list(store, key, operator, recall={digest: "bad"}, seconds=86400.0)
+        handle.refresh()
+        assert counts(handle)["requested"] == 0
+        torch.testing.assert_close(call(model), want)
+        assert (counts(handle)["hits"], counts(handle)["requested"]) == (1, 1)
+        # The builder makes the same bytes, which nobody may publish; then it was all a mistake.
+        until(lambda: handle.stats()["failed"] == 1)
+        publish_list(store, key, operator, lift=[digest], seconds=86400.0)
+        handle.refresh()
+        torch.testing.assert_close(call(model), want)
+        assert counts(handle)["hits"] == 2
+    store.remote.session.close()  # type: ignore[attr-defined]
 
 
 def test_a_service_that_is_away_is_waited_for(

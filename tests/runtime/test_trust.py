@@ -581,9 +581,6 @@ class Unreachable:
     def blob_path(self, digest: Digest) -> Path | None:
         raise ServiceUnavailable("https://cache.example.org was not reached within 5 s")
 
-    def recalls(self, of: object = None) -> list[bytes]:
-        raise ServiceUnavailable("https://cache.example.org was not reached within 5 s")
-
 
 @pytest.mark.parametrize("what", ["the entry", "the archive"])
 def test_a_store_out_of_reach_is_a_miss_with_its_reason(
