@@ -192,7 +192,18 @@ class Session:
                 cell, Manifest.from_json(answer["manifest"].encode(), where=f"builder of {cell}")
             )
             _require_another_archive(manifest, recalls)
-            self._publish(manifest, Path(answer["archive"]), force, lease)
+            try:
+                self._publish(manifest, Path(answer["archive"]), force, lease)
+            except LeaseLost:
+                raise
+            except StoreError as error:
+                kept = index.keep(manifest, Path(answer["archive"]))
+                if kept is None:
+                    raise
+                raise type(error)(
+                    f"{error}. What was built is kept in {kept}: the next warm stores it without a compile",
+                    **error.details,
+                ) from error
             index.remember(manifest)
             return Built(cell, time.perf_counter() - started, manifest, None, index.reused)
         except LeaseLost as error:

@@ -6,7 +6,6 @@ import hashlib
 import io
 import random
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 from aotcache.config import Settings
@@ -72,8 +71,3 @@ def written(folder: Path, seed: int, size: int) -> Path:
 def signed(manifest: Manifest) -> Manifest:
     """With the signature of the key of this process's config home."""
     return sign(manifest, SigningKey.load(signing_key_path(Settings())))
-
-
-def bare(manifest: Manifest) -> Manifest:
-    """Without its envelope, to compare what two stores say."""
-    return replace(manifest, envelope=None)
