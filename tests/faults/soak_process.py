@@ -89,11 +89,16 @@ class Process:
         self.counts.clear()
         self._summed = time.monotonic()
 
-    def ask_for_recalls(self, store: Store) -> None:
-        """As a worker does after a look-up."""
+    def sure(self, store: Store) -> bool:
+        """Whether anything may be opened, as a worker asks after a look-up. It may not where the service was heard
+        to have other recalls, and went away before it told them."""
         problem = self.recalls.check(store)
-        if problem is not None:
+        if problem is None:
+            return True
+        if self.reached():
             self.journal.fault("unusable", problem)
+        self.counts["unsure of recalls"] += 1
+        return False
 
     def recalled(self, found: Manifest) -> bool:
         """Whether an entry must not be used, as far as this host knows."""

@@ -59,7 +59,8 @@ class Client(Process):
         found = self.store.resolve([key(number) for number in numbers])
         # A service that comes back in between has answered the second question alone.
         reached = self.reached()
-        self.ask_for_recalls(self.store)
+        if not self.sure(self.store):
+            return
         reached = reached and self.reached()
         self.counts["keys asked"] += len(numbers)
         left = most
@@ -106,7 +107,8 @@ class Client(Process):
         """One entry from the service, past the copies."""
         number, asked = self.draw.choice(wanted_now()), time.monotonic()
         found = self.remote.resolve([key(number)])[key(number)]
-        self.ask_for_recalls(self.remote)
+        if not self.sure(self.remote):
+            return
         reached = self.reached()
         for entry in found:
             if self.refused(entry):
