@@ -37,6 +37,8 @@ T = TypeVar("T")
 _KEYS = 1000
 """Of one resolve request."""
 
+_MOST_PAGES = 10_000
+"""Of a listing; a service that goes on for ever is none."""
 _PAGE = 500
 _LONGEST_NAME = 300
 """Characters of a variant."""
@@ -298,7 +300,7 @@ class HttpStore:
 
     def _pages(self, code: Digest | None) -> Iterator[Sequence[_Row]]:
         cursor: str | None = None
-        while True:
+        for _ in range(_MOST_PAGES):
             params = {"limit": _PAGE, "cursor": cursor, "code": code}
             answer = self.session.json("GET", "/v1/artifacts", params=params)
             try:
@@ -309,9 +311,10 @@ class HttpStore:
             yield rows
             if following is None:
                 return
-            if not rows or following == cursor:
+            if not rows or following == cursor or not isinstance(following, str):
                 raise _unlike(self.url, "/v1/artifacts", "a page after which the next one is the same")
             cursor = following
+        raise _unlike(self.url, "/v1/artifacts", f"more than {_MOST_PAGES} pages")
 
     def variants(self, key: CacheKey) -> Iterator[Entry]:
         """See `Store`."""

@@ -132,3 +132,11 @@ FOUND = {
 def test_what_was_found_once_is_refused(name: str, data: bytes) -> None:
     with pytest.raises(AotcacheError):
         PARSERS[name].read(data)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("following", ["NaN", "7", "[]", '"the same"'])
+def test_a_listing_that_never_ends_is_given_up(following: str) -> None:
+    """A cursor that is not even equal to itself led to the same page for ever."""
+    seed = PARSERS["answer of a service"].seeds()[0]
+    feed(PARSERS["answer of a service"], seed.replace(b'"next": null', b'"next": ' + following.encode()))
