@@ -114,11 +114,15 @@ def remove_tree(folder: Path) -> None:
     away = folder.with_name(f"{REMOVING}{uuid.uuid4().hex}")
     try:
         os.rename(folder, away)
+    except FileNotFoundError:
+        return
     except OSError:
         away = folder
 
     def once_more(function: Callable[..., Any], path: str, failure: tuple[Any, BaseException, Any]) -> None:
         error = failure[1]
+        if isinstance(error, FileNotFoundError):
+            return  # somebody else removes it, too
         # What only looks is done anew with the whole walk.
         if isinstance(error, OSError) and error.errno in _BUSY and function in (os.rmdir, os.unlink):
             note(error.errno, path)
@@ -127,7 +131,7 @@ def remove_tree(folder: Path) -> None:
             raise error
 
     try:
-        again(lambda: shutil.rmtree(away, onerror=once_more), away, (*_BUSY, errno.ENOENT))
+        again(lambda: shutil.rmtree(away, onerror=once_more), away, _BUSY)
     except OSError as error:
         shutil.rmtree(away, ignore_errors=True)
         if os.path.lexists(away):

@@ -22,7 +22,7 @@ from aotcache.errors import AotcacheError, BuildError, ConfigError, LeaseLost, S
 from aotcache.key import KeyParts
 from aotcache.lockfile import Lock, LockedCell, lock_path, read_lock, write_lock
 from aotcache.manifest import Manifest
-from aotcache.passing import new_folder, remove_tree, scratch
+from aotcache.passing import REMOVING, new_folder, remove_tree, scratch
 from aotcache.recall import Recalls
 from aotcache.rotation import sign_with, signing_keys
 from aotcache.spec import Spec, load_spec
@@ -298,6 +298,8 @@ def _sweep(home: Path) -> None:
         pid = folder.name.removeprefix(_STAGING).partition("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():
             remove_tree(folder)
+    for folder in home.glob(f"{REMOVING}*"):
+        remove_tree(folder)
 
 
 def _require_buildable(target: Target) -> None:

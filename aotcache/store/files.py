@@ -22,7 +22,7 @@ from aotcache.errors import RejectedArtifact, StoreError
 from aotcache.ownership import way_out
 from aotcache.passing import again, late
 from aotcache.store.clients import CHUNK, Info
-from aotcache.store.local import make_dirs, require_private, sync_dir
+from aotcache.store.local import is_dir, make_dirs, require_private, sync_dir
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class FileClient:
         for name in self._read(prefix, lambda folder: sorted(os.listdir(folder))) or ():
             path = f"{prefix}/{name}"
             target = self._root / path
-            if self._read(path, Path.is_dir):
+            if is_dir(target):
                 # Not even one that stays within: it would list objects twice, or for ever.
                 if self._read(path, Path.is_symlink):
                     self._tell(f"{target} is a symbolic link to a folder")

@@ -116,7 +116,7 @@ def _round(
         if not read_lock(lock).digests() <= there:
             tally.note(["lost: the lock file names what the store does not have"], where)
     tally.note(_verified(store, home), f"{where}done again: ")
-    left_over = [path.name for path in home.glob("warm-*")]
+    left_over = [path.name for pattern in ("warm-*", ".removing-*") for path in home.glob(pattern)]
     tally.note([f"unusable: {name} is left in the home" for name in left_over], where)
     return max(3, len(again.said))
 
