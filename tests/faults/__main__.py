@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.faults.report import write_tables
 from tests.faults.tally import Tally
 
 
@@ -42,10 +43,7 @@ def main() -> int:
                 for problem in tally.problems:
                     print(f"    {problem}", flush=True)
                 problems += len(tally.problems)
-            if not asked.no_report:
-                from tests.faults.report import write_tables
-
-                write_tables(tallies)
+            _writer(asked)(tallies)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{problems} problems", flush=True)
@@ -61,7 +59,11 @@ def _families(asked: argparse.Namespace) -> list[Family]:
     if asked.kill_rounds:
         from tests.faults.kills import kill_rounds
 
-        found.append(lambda place: kill_rounds(place, asked.kill_rounds, seed=seed, progress=_progress()))
+        found.append(
+            lambda place: kill_rounds(
+                place, asked.kill_rounds, seed=seed, progress=_progress(), counted=_writer(asked)
+            )
+        )
     if asked.races:
         from tests.faults.racing import races
 
@@ -91,6 +93,16 @@ def _families(asked: argparse.Namespace) -> list[Family]:
 
         found.append(lambda place: [soak.run(asked.soak_minutes, place, seed=seed)])
     return found
+
+
+def _writer(asked: argparse.Namespace) -> Callable[[list[Tally]], None]:
+    """What writes tables, unless they are to stay."""
+
+    def write(tallies: list[Tally]) -> None:
+        if not asked.no_report:
+            write_tables(tallies)
+
+    return write
 
 
 def _corruptions(count: int, seed: int) -> list[Tally]:

@@ -47,17 +47,27 @@ def kill_rounds(
     seed: int = 0,
     names: tuple[str, ...] | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    counted: Callable[[list[Tally]], None] = lambda tallies: None,
 ) -> list[Tally]:
-    """Kill so many processes, spread over the stages, and count what was wrong afterwards."""
+    """Kill so many processes, spread over the stages, and count what was wrong afterwards.
+
+    Args:
+        folder: For everything.
+        rounds: How many; every stage has one at least.
+        seed: Of what is drawn.
+        names: Stages; default: all.
+        progress: Told after each round.
+        counted: Given what was counted so far after each stage.
+    """
     with surroundings(folder) as around:
         wanted = [make for name, make in STAGES.items() if names is None or name in names]
         weights = [make.weight for make in wanted]
         shares = _shared(rounds, weights)
-        return [
-            _stage(make(around), share, random.Random(seed), progress)
-            for make, share in zip(wanted, shares, strict=True)
-            if share
-        ]
+        tallies: list[Tally] = []
+        for make, share in zip(wanted, shares, strict=True):
+            tallies.append(_stage(make(around), share, random.Random(seed), progress))
+            counted(tallies)
+        return tallies
 
 
 @contextmanager

@@ -263,6 +263,7 @@ class Server:
     store: str | None = None
     database: str | None = None
     before: Mapping[str, Any] = field(default_factory=dict)
+    counted: bool = False
     port: int = 0
     child: Child | None = None
 
@@ -285,6 +286,7 @@ class Server:
             arguments,
             environment=home,
             armed=False,
+            counted=self.counted,
             limit=3600,
             before=self.before,
         )
@@ -316,12 +318,13 @@ class Service(Publishing):
     sign = True
     window = 1 << 30
     size = 120_000
+    counts_server: ClassVar[bool] = False
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """See `Stage`."""
         assert self.around.key is not None
-        self.server = Server(self.around, self.around.place())
+        self.server = Server(self.around, self.around.place(), counted=self.counts_server)
         self.server.start()
         self.stores = 0
         yield
@@ -333,16 +336,22 @@ class Service(Publishing):
 
     def check(self) -> list[str]:
         """See `Stage`."""
-        # Looking at all entries through the service takes longer the more there are: the latest ones will do,
-        # and what lies behind it is read straight from its directory.
-        latest = dict(list(self.acknowledged.items())[-8:])
+        # Looking at all entries takes longer the more there are: the latest ones will do until the end, in the
+        # service's directory and, for the last, as a client sees it.
+        latest = dict(list(self.acknowledged.items())[-4:])
         behind = (self.server.folder / "store").as_uri()
-        problems = self.ask("examine", url=behind, acknowledged=latest, replaced=[])
-        for key, digest in list(latest.items())[-2:]:
+        problems = self.ask("examine_index", url=behind, acknowledged=latest)
+        for key, digest in list(latest.items())[-1:]:
             problems += self.ask("examine_entry", url=self.url, key=key, digest=digest)
         if self.since % 40 == 0:
             shutil.rmtree(self.around.folder / "home" / "tiers", ignore_errors=True)
         return problems + self.ask("examine_home")
+
+    def watched(self) -> list[str]:
+        """See `Stage`."""
+        behind = (self.server.folder / "store").as_uri()
+        problems = self.ask("examine", url=behind, acknowledged=self.acknowledged, replaced=[])
+        return problems + self.ask("examine_index", url=self.url, acknowledged=self.acknowledged)
 
 
 class ServerKilled(Service):
@@ -350,6 +359,7 @@ class ServerKilled(Service):
 
     name = "publish to a service, the server killed"
     weight = 8
+    counts_server = True
 
     def operations(self, whole: Ended) -> int:
         """See `Stage`."""
