@@ -10,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from aotcache.errors import ManifestError, RecallConflict
+from aotcache.errors import ManifestError, RecallConflict, StoreError
 from aotcache.recall_list import LARGEST, SignedList
 from aotcache.store.clients import Client, Info
 from aotcache.types import is_digest
@@ -20,6 +20,8 @@ FOLDER = "recalls"
 _NAME = re.compile(r"\d{16}\.json\Z")
 _MOST = 16
 """Lists of one signer that are read. There is one, or one for each operator who did not know of the others."""
+_LOOKS = 100
+"""How often lists may be replaced while they are read, before nobody waits any longer."""
 
 
 class RecallObjects:
@@ -37,10 +39,14 @@ class RecallObjects:
 
     def read(self, of: Callable[[str], bool] | None = None) -> Sequence[bytes]:
         """See `Store.recalls`: one listing, and a request for each list that is new."""
-        while True:
+        for _ in range(_LOOKS):
             found = self._read(of)
             if found is not None:
                 return found
+        raise StoreError(
+            f"store {self._url}: recall lists were replaced {_LOOKS} times while they were read; try again",
+            url=self._url,
+        )
 
     def _read(self, of: Callable[[str], bool] | None) -> Sequence[bytes] | None:
         """None where a list was replaced while it was to be read."""
