@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import re
 import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,6 +100,13 @@ def _only(level: str, flags: Sequence[str]) -> Iterator[None]:
         yield
 
 
+def _header_folder() -> Path:
+    """Where this process's compiler looks for precompiled headers."""
+    from torch._inductor.codecache import _HEADER_DIR
+
+    return Path(_HEADER_DIR)
+
+
 def _include_folder() -> str:
     return str(Path(torch.__file__).parent / "include")
 
@@ -136,6 +145,9 @@ _TORCH_ROOT = "torch/include"
 
 _LINK_FLAGS = ("s", "Wl,--build-id=none")
 """No symbols, and no build id, which would differ with the folder that a library was built in."""
+
+_BROKEN_HEADER = re.compile(r"PCH file|precompiled header")
+"""What compilers say of a precompiled header that they cannot read."""
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -241,10 +253,13 @@ def compile_pair(
             inputs = example_inputs(module)
             pad_booleans_as_integers(module)
             with torch.no_grad(), clean_trace(), _only(cpu_level(target), flags):
-                files = _aot_compile(
-                    _with_call_spec(own_constants(module, inputs), inputs),
-                    inputs,
-                    wanted | {"aot_inductor.output_path": str(out)},
+                files = _with_whole_headers(
+                    partial(
+                        _aot_compile,
+                        _with_call_spec(own_constants(module, inputs), inputs),
+                        inputs,
+                        wanted | {"aot_inductor.output_path": str(out)},
+                    )
                 )
         except CompileFailed:
             raise
@@ -261,6 +276,25 @@ def compile_pair(
     archive, members = _pack(packed, workdir)
     data = archive.read_bytes()
     return CompiledArchive(archive, sha256(data), len(data), members, tuple(libraries), runner)
+
+
+def _with_whole_headers(compiled: Callable[[], list[str]]) -> list[str]:
+    """Compile; once more without the precompiled headers, where one of them cannot be read.
+
+    Builders of a host share them, and torch takes a header that is there for whole: what a killed
+    compiler has left of one would fail every build from then on.
+    """
+    try:
+        return compiled()
+    except Exception as error:
+        if _BROKEN_HEADER.search(str(error)) is None:
+            raise
+        log.warning(
+            "a precompiled header in %s cannot be read, and is made anew: %s", _header_folder(), error
+        )
+        for header in _header_folder().glob("*.gch"):
+            header.unlink(missing_ok=True)  # those who read it go on doing so
+        return compiled()
 
 
 def _with_call_spec(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import codecache
 from torch._inductor.package import load_package
 
 from aotcache.compat import CPU_LEVELS
-from aotcache.compile.aoti import compiler_version, inductor_options
+from aotcache.compile.aoti import _with_whole_headers, compiler_version, inductor_options
 from aotcache.errors import ConfigError
 from aotcache.host import cpu_features
 from aotcache.types import Target, sha256
@@ -171,3 +173,45 @@ def test_an_unknown_level_is_refused_with_those_that_can_be_built() -> None:
 
 def test_the_compiler_says_what_it_is() -> None:
     assert re.search(r"\d+\.\d+", compiler_version())
+
+
+def test_a_precompiled_header_that_a_killed_compiler_left_half_fails_no_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
+    header, source = tmp_path / "common.h", tmp_path / "kernel.cpp"
+    half = header.with_suffix(".h.gch")
+    header.write_text("#include <vector>\n")
+    source.write_text("std::vector<int> three{1, 2, 3};\n")
+    told: list[str] = []
+
+    def compiled() -> list[str]:
+        done = subprocess.run(
+            ["g++", "-c", "-include", str(header), str(source), "-o", str(tmp_path / "kernel.o")],
+            capture_output=True,
+            text=True,
+        )
+        told.append(done.stderr)
+        if done.returncode != 0:
+            raise RuntimeError(done.stderr)
+        return ["kernel.o"]
+
+    subprocess.run(["g++", "-x", "c++-header", str(header), "-o", str(half)], check=True)
+    data = half.read_bytes()
+    half.write_bytes(data[: len(data) // 2])
+    assert _with_whole_headers(compiled) == ["kernel.o"]
+    assert told[0] != ""
+    assert told[1:] == [""]
+    assert not half.exists()
+
+
+def test_any_other_failure_of_a_compiler_is_told_at_once() -> None:
+    calls: list[int] = []
+
+    def compiled() -> list[str]:
+        calls.append(1)
+        raise RuntimeError("error: expected ';' before '}' token")
+
+    with pytest.raises(RuntimeError, match="expected"):
+        _with_whole_headers(compiled)
+    assert len(calls) == 1
