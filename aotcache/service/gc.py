@@ -137,7 +137,7 @@ class Collector:
             planned: What was decided on: if it is another by now, or pinned, being built or used since, it stays.
 
         Returns:
-            Whether the ref was there and is gone, and the bytes of the archive that went along.
+            Whether it is gone (without `planned`: and was there), and the bytes of the archive that went along.
         """
         store, index = self._store, self._index
         with self._database.exclusive(key, variant) as session:
@@ -145,15 +145,20 @@ class Collector:
             digest = None if entry is None or entry.manifest is None else entry.manifest.digest
             if planned is not None and self._changed(session, planned, digest):
                 return False, 0
+            if digest is None:
+                # One that was killed in the middle has left the row.
+                row = select(ArtifactRow.digest).where(ArtifactRow.key == key, ArtifactRow.variant == variant)
+                known = session.execute(row).scalar()
+                digest = None if known is None else Digest(known)
             with nullcontext() if digest is None else self._database.exclusive("archive", digest):
-                there = store.delete_ref(key, variant)
+                gone = store.delete_ref(key, variant) or planned is not None
                 indexed = index.remove(key, variant)
                 # The index knows who else names it; where it did not know this entry, it may lack others.
                 if digest is not None and indexed and not index.names(digest):
                     size = store.blob_size(digest)
                     store.delete_blob(digest)
-                    return there, size or 0
-        return there, 0
+                    return gone, size or 0
+        return gone, 0
 
     def _changed(self, session: Session, planned: Candidate, digest: Digest | None) -> bool:
         assert planned.key is not None

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,24 +82,27 @@ def build_and_die(url: str, ready: str) -> None:
 
 
 def collect_until(url: str, folder: str, stop: str) -> None:
-    """Collect down to a few archives again and again, until a file appears."""
+    """Two threads collect down to a few archives again and again, until a file appears."""
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(_collect_until, url, folder, stop) for _ in range(2)]:
+            done.result()
+
+
+def _collect_until(url: str, folder: str, stop: str) -> None:
     database = Database(url)
     store = open_store(Path(folder) / "store")
     assert isinstance(store, ObjectStore)
     collector = Collector(database, Index(database), Leases(database), store)
     while not Path(stop).exists():
-        cursor = None
-        while True:
-            done = collector.round(Limits(max_bytes=40), cursor=cursor)
-            cursor = done.next
-            if cursor is None:
-                break
+        cursor = collector.round(Limits(max_bytes=40)).next
+        while cursor is not None:
+            cursor = collector.round(Limits(max_bytes=40), cursor=cursor).next
+        time.sleep(0.02)  # publishers are to have most of the processor
     database.close()
 
 
 def publish_shared(url: str, folder: str, who: int, rounds: int) -> None:
     """Publish entries of a few archives that other publishers have too, as the service does; pin the last."""
-    set_clock_off((-60, 60)[who % 2])
     database = Database(url)
     index, leases = Index(database), Leases(database)
     store = open_store(Path(folder) / "store")
@@ -128,6 +132,14 @@ def publish_shared(url: str, folder: str, who: int, rounds: int) -> None:
             except NotStored:
                 continue  # the archive was collected in between: as a client does, it is sent again
     database.close()
+
+
+def publish_both(url: str, folder: str, rounds: int) -> None:
+    """Two publishers at once, by a clock that is an hour off."""
+    set_clock_off(-60)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(publish_shared, url, folder, who, rounds) for who in range(2)]:
+            done.result()
 
 
 def build_all(url: str, who: int) -> int:
