@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 from aotcache.config import settings
 from aotcache.recall import publish_list
+from aotcache.store.circuit import circuit_for
 from aotcache.store.collect import collect
 from aotcache.store.copies import collect_copies
 from aotcache.store.evict import Collected
@@ -49,6 +51,11 @@ class Operator(Process):
         super().__init__(world, name)
         self.restart_seconds = restart_seconds
         self.signing = SigningKey.load(signing_key_path(settings()))
+
+    def attempt(self, work: Callable[[], None]) -> None:
+        """See `Process`. Commands are processes of their own, none of which knows that the service was away."""
+        circuit_for(self.remote.url).reached()
+        super().attempt(work)
 
     def work(self) -> None:
         """Until the soak ends."""
