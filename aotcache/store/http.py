@@ -141,7 +141,9 @@ class HttpStore:
         """
         check_archive(manifest, archive)
         there = None if replace else self._there(manifest)
-        if there is not None and recall_problem(there, home=Settings().home) is None:
+        # A service that was killed between storing an entry and listing it has it, and nobody finds it
+        # until it is published once more.
+        if there is not None and self._listed(there) and recall_problem(there, home=Settings().home) is None:
             return False
         path = _blob(manifest.digest)
         # Sent in any case to replace: what is there may have gone bad.
@@ -349,6 +351,12 @@ class HttpStore:
         """The entry for a manifest's key and variant."""
         entries = (entry.usable for entry in self.variants(manifest.key))
         return next((m for m in entries if m is not None and m.variant == manifest.variant), None)
+
+    def _listed(self, manifest: Manifest) -> bool:
+        """Whether those who resolve many keys at once find a manifest that is there."""
+        known = {sha256(manifest.document()): manifest}
+        found = self.resolve([manifest.key], known=known)[manifest.key]
+        return any(one.variant == manifest.variant for one in found)
 
     def _size(self, path: str) -> int | None:
         """Bytes of an archive that the service has; None if it has none."""

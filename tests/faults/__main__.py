@@ -17,6 +17,9 @@ from tests.faults.tally import Tally
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--kill-rounds", type=int, default=0, help="kill -9 in stages that need no compiler")
+    parser.add_argument(
+        "--stages", action="append", metavar="TEXT", help="of these, only the stages whose names hold a TEXT"
+    )
     parser.add_argument("--compile-rounds", type=int, default=0, help="kill -9 in `aotcache warm`")
     parser.add_argument("--corruptions", type=int, default=0, help="random corruptions of stored entries")
     parser.add_argument("--soak-minutes", type=float, default=0, help="of clients, builders, GC and restarts")
@@ -58,10 +61,13 @@ def _families(asked: argparse.Namespace) -> list[Family]:
     seed, found = asked.seed, list[Family]()
     if asked.kill_rounds:
         from tests.faults.kills import kill_rounds
+        from tests.faults.stages import STAGES
 
+        wanted = asked.stages or [""]
+        names = tuple(name for name in STAGES if any(text in name for text in wanted))
         found.append(
             lambda place: kill_rounds(
-                place, asked.kill_rounds, seed=seed, progress=_progress(), counted=_writer(asked)
+                place, asked.kill_rounds, seed=seed, names=names, progress=_progress(), counted=_writer(asked)
             )
         )
     if asked.races:

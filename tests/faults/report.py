@@ -16,6 +16,8 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 def write_tables(tallies: Iterable[Tally], document: Path = DOCUMENT) -> None:
     """Put a table for each family that was counted between its markers; the others stay as they are.
 
+    Scenarios of a family that were not counted this time keep their lines.
+
     Raises:
         ValueError: the document has no markers for a family.
     """
@@ -23,42 +25,49 @@ def write_tables(tallies: Iterable[Tally], document: Path = DOCUMENT) -> None:
     for tally in tallies:
         families.setdefault(tally.family, []).append(tally)
     text = document.read_text()
-    for family, found in families.items():
+    for family, counted in families.items():
         begin, end = f"<!-- {family}: begin -->", f"<!-- {family}: end -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        if pattern.search(text) is None:
+        pattern = re.compile(f"{re.escape(begin)}(.*?){re.escape(end)}", re.DOTALL)
+        found = pattern.search(text)
+        if found is None:
             raise ValueError(f"{document} has no {begin} ... {end}")
-        made = f"{begin}\n{table(found)}\n\nCounted on {machine()}.\n{end}"
+        made = f"{begin}\n{table(counted, found[1])}\n\nCounted on {machine()}.\n{end}"
         text = pattern.sub(lambda _, made=made: made, text)  # type: ignore[misc]
     document.write_text(text)
 
 
-def table(tallies: list[Tally]) -> str:
-    """Markdown: a line for each scenario, and one for all of them."""
-    head = ["scenario", "rounds", "hit", "acknowledged", *KINDS, "slowest / limit"]
-    lines = [
-        [
-            tally.name + _notes(tally),
+_HEAD = ["scenario", "rounds", "hit", "acknowledged", *KINDS, "slowest / limit", "also counted"]
+_ALL = "**all**"
+
+
+def table(tallies: list[Tally], before: str = "") -> str:
+    """Markdown: a line for each scenario, and one for all of them.
+
+    Args:
+        tallies: What was counted.
+        before: An earlier table, whose other lines are kept.
+    """
+    lines = {cells[0]: cells for cells in map(_cells, before.splitlines()) if len(cells) == len(_HEAD)}
+    for name in (_HEAD[0], "---", _ALL):
+        lines.pop(name, None)
+    for tally in tallies:
+        lines[tally.name] = [
+            tally.name,
             str(tally.rounds),
             str(tally.hit),
             str(tally.acknowledged),
             *(str(tally.counts[kind]) for kind in KINDS),
             f"{tally.slowest:.1f} / {tally.limit:g} s",
+            ", ".join(f"{number} {what}" for what, number in tally.notes.items() if number),
         ]
-        for tally in tallies
-    ]
-    whole = [
-        str(sum(getattr(tally, what) for tally in tallies)) for what in ("rounds", "hit", "acknowledged")
-    ]
-    problems = [str(sum(tally.counts[kind] for tally in tallies)) for kind in KINDS]
-    lines.append(["**all**", *whole, *problems, ""])
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
+    sums = [str(sum(int(cells[column]) for cells in lines.values())) for column in range(1, 4 + len(KINDS))]
+    rule = ["---", *["---:"] * (len(_HEAD) - 2), "---"]
+    rows = [_HEAD, rule, *lines.values(), [_ALL, *sums, "", ""]]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
-def _notes(tally: Tally) -> str:
-    said = ", ".join(f"{number} {what}" for what, number in tally.notes.items() if number)
-    return f" ({said})" if said else ""
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
 def machine() -> str:

@@ -68,10 +68,17 @@ def test_tables_are_written_between_their_markers_alone(tmp_path: Path) -> None:
     write_tables([tally], document)
     text = document.read_text()
     assert text.startswith("before\n<!-- a: begin -->\n| scenario |")
-    assert "| a thing | 3 | 2 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0.0 / 5 s |" in text
+    assert "| a thing | 3 | 2 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0.0 / 5 s |  |" in text
+    # What is counted another time takes the place of its own line alone.
+    write_tables([Tally("a", "another", rounds=4, limit=5.0, notes={"reads": 7})], document)
+    write_tables([Tally("a", "a thing", rounds=5, limit=5.0)], document)
+    text = document.read_text()
+    assert "| a thing | 5 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0.0 / 5 s |  |" in text
+    assert "| another | 4 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0.0 / 5 s | 7 reads |" in text
+    assert "| **all** | 9 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |  |  |" in text
     assert "old" not in text
     assert text.endswith("between\n<!-- b: begin -->\nkept\n<!-- b: end -->\n")
-    assert len(table([tally]).splitlines()[0].split("|")) == len(KINDS) + 7
+    assert {len(line.split("|")) for line in table([tally]).splitlines()} == {len(KINDS) + 8}
 
 
 def test_a_tally_fails_with_what_went_wrong() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from aotcache.errors import LeaseHeld, LeaseLost, ServiceError
 from aotcache.manifest import Manifest
+from aotcache.store import open_store
 from aotcache.store.http import HttpStore
 from aotcache.store.session import Limits, ServiceSession
 from aotcache.trust import SigningKey, sign
@@ -229,3 +230,16 @@ def test_what_others_log_of_their_requests_is_not_touched(
         with httpx.Client() as client:
             client.get(f"{server.url}/theirs?q=1")
     assert "/theirs?q=1" in caplog.text
+
+
+def test_an_entry_that_a_service_killed_meanwhile_does_not_list_is_listed_once_published_again(
+    store_at: StoreAt, service: Serving, signing_key: SigningKey, tmp_path: Path
+) -> None:
+    manifest = sign(make_manifest(b"stored and not listed"), signing_key)
+    archive = write_archive(tmp_path, b"stored and not listed")
+    open_store(service.store).publish(manifest, archive)
+    client = store_at(service.url)
+    assert client.resolve([manifest.key]) == {manifest.key: []}
+    assert client.publish(manifest, archive)
+    assert client.resolve([manifest.key]) == {manifest.key: [manifest]}
+    assert not client.publish(manifest, archive)
