@@ -391,9 +391,9 @@ def _graph(data: bytes) -> None:
     config = Settings(
         home=_folder() / "home", config_home=_folder() / "config", store=str(_folder() / "store")
     )
-    index = ContentIndex(config, open_store(config.store), _folder())
+    store = open_store(config.store)
     _file("home/content/graph.json", data)
-    assert index._recall("graph") is None
+    assert ContentIndex(config, store, _folder())._recall("graph", store) is None
 
 
 @_parser("address of a service", lambda: [b"https://cache.example.org:8443/team/", b"http://[::1]:80"])
