@@ -501,7 +501,7 @@ class Resuming(Taking):
                 call,
                 arguments,
                 environment=self.environment,
-                kill_at=self.total * 3 // 5,
+                kill_at=self.total * 2 // 5,  # some way into the bytes
                 limit=LIMIT,
             )
             assert first.killed, first
