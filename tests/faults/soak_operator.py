@@ -17,7 +17,7 @@ from aotcache.store.evict import Collected
 from aotcache.store.http import HttpStore
 from aotcache.trust import SigningKey, sign, signing_key_path
 from tests.faults.soak_process import Process
-from tests.faults.soak_world import PINNED, Journal, World, archive, manifest, notes
+from tests.faults.soak_world import LIMIT, PINNED, Journal, World, archive, manifest, notes
 
 MAX_AGE = 20.0
 """Seconds without use after which a collection by age takes an entry."""
@@ -46,6 +46,9 @@ def pin(world: World, config_home: Path) -> None:
 
 class Operator(Process):
     """The only one who takes anything away."""
+
+    limit = 6 * LIMIT
+    """A collection is as many requests as it needs, of some seconds each."""
 
     def __init__(self, world: World, name: str, restart_seconds: float) -> None:
         super().__init__(world, name)

@@ -32,6 +32,9 @@ class Process:
         name: In the journal.
     """
 
+    limit = LIMIT
+    """Seconds that one operation may take."""
+
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.draw = random.Random(f"{world.seed} {name} {time.monotonic_ns()}")
@@ -63,8 +66,8 @@ class Process:
             self.journal.fault("unusable", traceback.format_exc())
         took = time.monotonic() - began
         self.slowest = max(self.slowest, took)
-        if took > LIMIT:
-            self.journal.fault("late", f"{work.__name__} took {took:.1f} s, at most {LIMIT:g}")
+        if took > self.limit:
+            self.journal.fault("late", f"{work.__name__} took {took:.1f} s, at most {self.limit:g}")
 
     def run(self, works: dict[Callable[[], None], int], pause: float) -> None:
         """Do one after another, by their weights, until the soak ends, or whoever started it.
