@@ -164,7 +164,7 @@ class _Crew:
         self._start(role)
 
     def see_all_at_work(self, tally: Tally) -> None:
-        """Wait until each has done something again since now; but for the operator, whose collections may take long."""
+        """Wait until each has done something again since now, but for the operator, whose collections may be long."""
         since = time.monotonic()
         missing = {f"{kind}-{number}" for kind, number in self._roles if kind != "operator"}
         while missing and time.monotonic() < since + AGAIN_SECONDS:
