@@ -22,6 +22,7 @@ from aotcache.key import KeyParts
 from aotcache.store import open_store
 from aotcache.store.builds import Build, BuildService
 from aotcache.types import CacheKey
+from tests.homes import new_home
 from tests.services.building import ROOT, Building, building, children, client_of, until, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -85,9 +86,7 @@ def test_a_cancelled_build_ends_its_process_at_once_and_the_next_one_is_built(
 def alone(served: Building, service: BuildService, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A second builder, of another spec of the same service."""
     spec = write_spec(tmp_path, "f", name="alone")
-    home = tmp_path / "home"
-    home.mkdir(mode=0o700)
-    (home / "headers").symlink_to(Path(os.environ["AOTCACHE_HOME"]) / "headers")
+    home = new_home(tmp_path / "home")
     command = ["builder", "--service", served.url, "--spec", str(spec.path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "aotcache", *command],

@@ -20,6 +20,7 @@ import torch
 import aotcache
 from aotcache.build import WarmReport, plan
 from aotcache.errors import AotcacheError, BuilderDied, CaptureError, Unfingerprintable, UnsupportedGraph
+from tests.homes import new_home
 
 SPECS = Path(__file__).parent / "specs"
 PROBE = Path(__file__).parents[1] / "runtime" / "specs"
@@ -41,8 +42,9 @@ def write_spec(folder: Path, factory: str, modes: list[str], **kwargs: Any) -> P
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("AOTCACHE_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+    home = new_home(tmp_path / "home")
+    monkeypatch.setenv("AOTCACHE_HOME", str(home))
+    return home
 
 
 def line_of(text: str) -> int:
@@ -171,6 +173,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, WarmRep
     spec = write_spec(folder, "build_layers", ["infer"])
     store = str(folder / "store")
     patch = pytest.MonkeyPatch()
+    # Without the headers of the run: those that a killed compiler leaves are a part of it.
     patch.setenv("AOTCACHE_HOME", str(folder / "home"))
     try:
         killed = subprocess.run(

@@ -12,6 +12,7 @@ from aotcache.errors import CallRefused
 from tests.cases import tiny
 from tests.cases.conftest import Warm
 from tests.cases.support import answers, assert_close, make_batch, start, write_spec
+from tests.homes import new_home
 
 
 def test_four_processes_get_one_artifact_under_one_key(specs: Path, tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_four_processes_get_one_artifact_under_one_key(specs: Path, tmp_path: Pa
         write_spec(specs / f"without_memory_{i}.toml", modes=["infer"], meta=kind)
         for i, kind in enumerate(kinds)
     ]
-    home = tmp_path / "home"
+    home = new_home(tmp_path / "home")
     processes = [
         start("warming_at_once", str(spec.path), kind == "fake", environment={"AOTCACHE_HOME": str(home)})
         for spec, kind in zip(written, kinds, strict=True)

@@ -16,6 +16,7 @@ import pytest
 from aotcache.build import plan
 from aotcache.lockfile import read_lock
 from aotcache.store import open_store
+from tests.homes import new_home
 
 DRAFTER = """
 import torch
@@ -97,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def aotcache(folder: Path) -> Aotcache:
-    environment = {**os.environ, "AOTCACHE_HOME": str(folder / "home")}
+    environment = {**os.environ, "AOTCACHE_HOME": str(new_home(folder / "home"))}
 
     def run(*arguments: str) -> Done:
         done = subprocess.run(

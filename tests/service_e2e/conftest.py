@@ -23,6 +23,7 @@ from aotcache.manifest import Manifest
 from aotcache.store import open_store
 from aotcache.trust import SigningKey, sign
 from aotcache.types import sha256
+from tests.homes import new_home
 from tests.services.postgres import Postgres
 from tests.services.s3 import S3, s3_server
 from tests.services.serving import Serving, serving
@@ -183,9 +184,7 @@ def warmed(topology: Topology, tmp_path_factory: pytest.TempPathFactory) -> Warm
         AOTCACHE_STORE=service.url,
         AOTCACHE_TOKEN=service.token("read", "publish"),
     )
-    shared = Path(os.environ["AOTCACHE_HOME"]) / "headers"
-    builder.home.mkdir(mode=0o700)
-    (builder.home / "headers").symlink_to(shared)
+    new_home(builder.home)
     key = builder.aotcache("keygen", "--name", "builder")
     operator = Host(service.folder, {})
     operator.aotcache("trust", "add", key["public"], "--name", "builder")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from aotcache.spec import Spec, load_spec
 from aotcache.store.builds import BuildService
 from aotcache.store.session import ServiceSession
 from aotcache.trust import SigningKey, TrustedKeys
+from tests.homes import new_home
 from tests.services.serving import ROOT, Serving, serving
 
 LIMIT = 240.0
@@ -74,10 +74,7 @@ def building(
 ) -> Iterator[Building]:
     """Start a service, and a builder beside it, which share compiled headers with this run."""
     spec = write_spec(folder / "spec", layers)
-    home = folder / "home"
-    home.mkdir(mode=0o700, exist_ok=True)
-    if not (home / "headers").exists():
-        (home / "headers").symlink_to(Path(os.environ["AOTCACHE_HOME"]) / "headers")
+    new_home(folder / "home")
     if not builder and not (folder / "config" / "signing.pem").exists():
         key = SigningKey.generate()  # which a service without a builder does not make
         key.save(folder / "config" / "signing.pem")
@@ -98,10 +95,8 @@ def building(
 @contextmanager
 def client_of(made: Building, home: Path) -> Iterator[None]:
     """This process as a host of its own that uses the service."""
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new_home(home)
     patch = pytest.MonkeyPatch()
-    if not (home / "headers").exists():
-        (home / "headers").symlink_to(Path(os.environ["AOTCACHE_HOME"]) / "headers")
     patch.setenv("AOTCACHE_HOME", str(home))
     patch.setenv("PYTHONPATH", str(ROOT))
     for name, value in made.environment.items():
