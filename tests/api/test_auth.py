@@ -61,6 +61,8 @@ TABLE: dict[tuple[str, str], tuple[str | None, str, dict[str, Any], int]] = {
         409,
     ),
     ("POST", "/v1/gc"): ("admin", "/v1/gc", {"json": {}}, 200),
+    ("GET", "/v1/recalls"): ("read", "/v1/recalls", {}, 200),
+    ("PUT", "/v1/recalls"): ("admin", "/v1/recalls", {"content": b"{}"}, 422),
     ("GET", "/v1/pins"): ("read", "/v1/pins", {}, 200),
     ("PUT", "/v1/pins/{what}"): ("admin", f"/v1/pins/{KEY}", {"json": {}}, 200),
     ("DELETE", "/v1/pins/{what}"): ("admin", f"/v1/pins/{KEY}", {}, 200),

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import event, text
 
 from aotcache.db.engine import Database
-from aotcache.db.models import ArtifactRow, BlobRow, KeyComponentRow, UsageRow
+from aotcache.db.models import ArtifactRow, BlobRow, DeathRow, KeyComponentRow, UsageRow
 from aotcache.service.gc import Collector
 from aotcache.service.index import Index
 from aotcache.service.leases import Leases
@@ -48,6 +48,7 @@ def entries(dialect: str) -> list[str]:
         f"INSERT INTO blobs {numbers} SELECT {own}, 1000, n FROM s",
         f"INSERT INTO artifacts {numbers} SELECT {key}, {variant}, {own}, 1000, {own}, {region} FROM s",
         f"INSERT INTO usage {numbers} SELECT {key}, {variant}, n % 7, n * 7919 % {ROWS} FROM s",
+        f"INSERT INTO deaths {numbers} SELECT substr({own}, 1, 32), {own}, 'run', n, n FROM s WHERE n % 4 = 0",
     ]
 
 
@@ -72,7 +73,7 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _fill(database: Database) -> Iterator[Database]:
-    tables = [model.__table__ for model in (BlobRow, ArtifactRow, UsageRow, KeyComponentRow)]
+    tables = [model.__table__ for model in (BlobRow, ArtifactRow, UsageRow, KeyComponentRow, DeathRow)]
     indexes = [index for table in tables for index in table.indexes]
     with database.connection(write=True) as connection:
         if database.dialect == "sqlite":
@@ -191,9 +192,10 @@ def test_a_page_finds_its_rows_in_one_index_alone(filled: Database, filters: Any
         found = reads(filled, steps)
         in_one = [step for step in found if any(only(filled, name)(step) for name in names)]
         assert in_one, steps
-        # What else is read are the page's own rows, by their keys.
+        # What else is read are the page's own rows, by their keys, and the deaths with their archives.
         rest = [step for step in found if step not in in_one]
-        assert all("pk_" in step or "PRIMARY KEY" in step for step in rest), steps
+        known = ("pk_", "PRIMARY KEY", "ix_deaths_digest")
+        assert all(any(name in step for name in known) for step in rest), steps
 
 
 def test_a_page_of_one_code_finds_its_keys_in_one_index_alone(filled: Database) -> None:
