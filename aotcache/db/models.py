@@ -222,7 +222,7 @@ class RecallListRow(Base):
 
     signer: Mapped[str] = mapped_column(_HEX64, primary_key=True)
     number: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    digest: Mapped[str] = mapped_column(_HEX64)
+    digest: Mapped[str] = mapped_column(_HEX64, primary_key=True)
     document: Mapped[str] = mapped_column(Text)
 
 

@@ -7,6 +7,7 @@ the store behind the service's back takes nothing out of force.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from aotcache.recall_list import Recalled, SignedList, merged, signer_of, verifi
 from aotcache.store.base import Store
 from aotcache.trust import PublicKey, TrustedKeys
 from aotcache.types import CacheKey, Digest, sha256
+
+logger = logging.getLogger(__name__)
 
 _ROWS = 500
 """Of one statement."""
@@ -52,7 +55,7 @@ class ServiceRecalls:
         """Every list."""
         r = RecallListRow
         with self._database.session() as session:
-            rows = session.execute(select(r.document).order_by(r.signer, r.number)).scalars().all()
+            rows = session.execute(select(r.document).order_by(r.signer, r.number, r.digest)).scalars().all()
         lists = [SignedList.from_document(row.encode(), where="the database") for row in rows]
         return Shown(_tag((x.signer, x.listed.number, sha256(x.document)) for x in lists), tuple(lists))
 
@@ -108,7 +111,7 @@ class ServiceRecalls:
                 _write(session, lists)
         for one in lists:
             if one not in stored:
-                store.put_recall(one.document, one.signer)
+                _put_back(store, one)
 
 
 def _of_store(store: Store, keys: dict[str, PublicKey]) -> list[SignedList]:
@@ -121,9 +124,20 @@ def _of_store(store: Store, keys: dict[str, PublicKey]) -> list[SignedList]:
     return found
 
 
+def _put_back(store: Store, one: SignedList) -> None:
+    try:
+        store.put_recall(one.document, one.signer)
+    except RecallConflict as error:
+        # Nobody's list, or one that was made without knowing of this one: it must be in nobody's way.
+        logger.warning(
+            "%s than the one that the service has, which stays in force; its signer runs aotcache recall --renew",
+            error,
+        )
+
+
 def _known(session: Session) -> list[tuple[str, int, str]]:
     r = RecallListRow
-    rows = session.execute(select(r.signer, r.number, r.digest).order_by(r.signer, r.number)).all()
+    rows = session.execute(select(r.signer, r.number, r.digest).order_by(r.signer, r.number, r.digest)).all()
     return [(signer, number, digest) for signer, number, digest in rows]
 
 
@@ -138,7 +152,8 @@ def _joined(
     """What store and database know together, without what later lists cover; whether the database lacks that."""
     documents = session.execute(select(RecallListRow.document)).scalars().all()
     before = [SignedList.from_document(row.encode(), where="the database") for row in documents]
-    known = {(one.signer, one.listed.number): one for one in (*before, *stored) if one.signer in keys}
+    # By what they are: two that were made without knowing of each other may have one number.
+    known = {one.document: one for one in (*before, *stored) if one.signer in keys}
     lists = [
         one
         for one in known.values()

@@ -106,7 +106,7 @@ def _recall_tables() -> None:
         sa.Column("number", sa.BigInteger(), nullable=False),
         sa.Column("digest", _name(64), nullable=False),
         sa.Column("document", sa.Text(), nullable=False),
-        sa.PrimaryKeyConstraint("signer", "number", name="pk_recall_lists"),
+        sa.PrimaryKeyConstraint("signer", "number", "digest", name="pk_recall_lists"),
     )
     op.create_table(
         "recalled",

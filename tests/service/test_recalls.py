@@ -122,6 +122,38 @@ def test_a_list_that_the_store_lost_stays_in_force_and_is_put_back(
     assert list(store.recalls()) == [second.document]
 
 
+def test_junk_in_the_place_of_a_list_takes_nothing_out_of_force_and_keeps_nobody_from_recalling(
+    recalls: ServiceRecalls, store: ObjectStore, trusted: TrustedKeys, key: SigningKey, tmp_path: Path
+) -> None:
+    first = following(key, recall={A: "bad"})
+    recalls.put(first, store, trusted)
+    (path,) = (tmp_path / "store" / "recalls").rglob("*.json")
+    path.write_bytes(b"junk")
+    recalls.read(store, trusted)
+    assert recalls.shown().lists == (first,)
+    second = following(key, first, recall={B: "bad"})
+    assert recalls.put(second, store, trusted)
+    assert recalls.shown().lists == (second,)
+
+
+def test_a_list_of_the_same_number_behind_the_service_takes_nothing_out_of_force(
+    recalls: ServiceRecalls, store: ObjectStore, trusted: TrustedKeys, key: SigningKey, tmp_path: Path
+) -> None:
+    """Its store was set back, and somebody recalled there who had not seen the list."""
+    first = following(key, recall={A: "bad"})
+    recalls.put(first, store, trusted)
+    shutil.rmtree(tmp_path / "store" / "recalls")
+    other = following(key, recall={B: "bad"})
+    store.put_recall(other.document, other.signer)
+    recalls.read(store, trusted)
+    assert {recalls.problem(A, NOWHERE), recalls.problem(B, NOWHERE)} == {"bad"}
+    assert set(recalls.shown().lists) == {first, other}
+    joined = following(key, first, other)
+    assert recalls.put(joined, store, trusted)
+    assert recalls.shown().lists == (joined,)
+    assert list(store.recalls()) == [joined.document]
+
+
 def test_lists_of_two_operators_who_knew_nothing_of_each_other_both_hold(
     recalls: ServiceRecalls, store: ObjectStore, trusted: TrustedKeys, key: SigningKey
 ) -> None:
