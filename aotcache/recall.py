@@ -49,6 +49,8 @@ _AHEAD_SECONDS = 24 * 3600.0
 """A note from further in the future is not believed: the clock was wrong."""
 _TRIES = 20
 """Of publishing a list, where others by the same key come first."""
+_UNSAVED: dict[Path, SignedList] = {}
+"""Lists that this process could not write to where they belong."""
 _LOOKS = 5
 """At a folder in which another process replaces what was just listed."""
 
@@ -88,7 +90,6 @@ class Recalls:
 
     def __init__(self, home: Path) -> None:
         self._folder = home / "recalls"
-        self._unsaved: dict[Path, SignedList] = {}
         self._notes: dict[str, _Note] = {}
         self._told: set[str] = set()
 
@@ -162,13 +163,14 @@ class Recalls:
                 return
             if other is None and path == self._path(found):
                 break  # it has gone bad, and is written anew
-            if other is not None and other.document == found.document:
+            if other is not None and other.document == found.document and path not in _UNSAVED:
                 return
         path = self._path(found)
         try:
             _write(path, found.document)
+            _UNSAVED.pop(path, None)
         except OSError as error:
-            self._unsaved[path] = found
+            _UNSAVED[path] = found
             self._tell(
                 f"recall lists cannot be kept in {path.parent} ({error.strerror}): they hold for this process alone"
             )
@@ -185,7 +187,7 @@ class Recalls:
                 if other.listed.covers(found.listed):
                     path, gone = self._path(found), True
             if gone:
-                self._unsaved.pop(path, None)
+                _UNSAVED.pop(path, None)
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
 
@@ -289,7 +291,8 @@ class Recalls:
             names = os.listdir(self._folder)
         except OSError:
             names = []
-        return sorted({name for name in names if is_digest(name)} | {p.parent.name for p in self._unsaved})
+        unsaved = {path.parent.name for path in list(_UNSAVED) if path.parent.parent == self._folder}
+        return sorted({name for name in names if is_digest(name)} | unsaved)
 
     def _lists(self, signer: str) -> list[tuple[Path, SignedList | None]]:
         """The lists by a key; None for a file that is not what its name says."""
@@ -305,7 +308,7 @@ class Recalls:
             break
         else:
             found = {}
-        unsaved = {path: listed for path, listed in list(self._unsaved.items()) if listed.signer == signer}
+        unsaved = {path: listed for path, listed in list(_UNSAVED.items()) if path.parent == folder}
         return list({**found, **unsaved}.items())
 
     def _path(self, found: SignedList) -> Path:

@@ -382,10 +382,16 @@ def test_a_home_that_cannot_be_written_keeps_lists_for_the_process(
     (home / "recalls").write_text("in the way")
     recalls = Recalls(home)
     with caplog.at_level(logging.WARNING):
-        assert recalls.check(Shown(signed(key, 1, A))) is None
+        store = Shown(signed(key, 1, A))
+        assert recalls.check(store) is None
     assert recalls.problem(manifest_of(A)) is not None
     assert recalls.problem(manifest_of(B)) is None
+    assert blocked(home, A, B) == [A]  # also for whoever else asks in this process
     assert "cannot be kept" in caplog.text
+    (home / "recalls").unlink()
+    recalls.check(store)
+    assert len(list((home / "recalls" / signer_of(key.public)).iterdir())) == 1
+    assert blocked(home, A, B) == [A]
 
 
 def test_threads_that_learn_at_once_lose_nothing(key: SigningKey, home: Path) -> None:
