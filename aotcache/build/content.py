@@ -16,7 +16,7 @@ from aotcache.recall import recall_problem
 from aotcache.store import open_store
 from aotcache.store.base import Store
 from aotcache.store.local import is_dir, locked, make_dirs
-from aotcache.trust import trust_problem
+from aotcache.store.refusal import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +70,12 @@ class ContentIndex:
             data = json.loads(self._path(content).read_bytes())
             manifests = store.lookup(data["key"])
             # The builder runs what it takes, and it is published under a key of ours.
-            own = store.own
             return next(
                 (
                     m
                     for m in manifests
                     if m.content == content
-                    and trust_problem(m, own=own, config=self._config) is None
+                    and refusal(store, m, self._config) is None
                     and recall_problem(m, home=self._config.home) is None
                 ),
                 None,

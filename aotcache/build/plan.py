@@ -12,7 +12,7 @@ from aotcache.key import KeyParts
 from aotcache.manifest import Manifest
 from aotcache.recall import Recalls
 from aotcache.store.base import Store
-from aotcache.trust import trust_problem
+from aotcache.store.refusal import refusal
 from aotcache.types import CacheKey, Digest, Mode, Target, Toolchain, Variant
 
 _MOST_ELSEWHERE = 200
@@ -104,7 +104,7 @@ def make_plan(cells: Iterable[Cell], store: Store, toolchain: Toolchain) -> Plan
     Raises:
         StoreError: the store, or what was recalled in it, cannot be read.
     """
-    cells, own, config = list(cells), store.own, Settings()
+    cells, config = list(cells), Settings()
     found = store.resolve({cell.key for cell in cells})
     recalls = Recalls(config.home)
     recalls.learn(store)
@@ -124,7 +124,7 @@ def make_plan(cells: Iterable[Cell], store: Store, toolchain: Toolchain) -> Plan
                 None if hit is None else hit.digest,
                 expected_seconds(cell, known) if hit is None else None,
                 mark in seen,
-                None if hit is None else trust_problem(hit, own=own, config=config, url=store.url),
+                None if hit is None else refusal(store, hit, config),
                 recalled,
             )
         )

@@ -32,7 +32,8 @@ from aotcache.manifest import InputSlot, Manifest
 from aotcache.recall import Recalls
 from aotcache.store import Entry, Store, open_store
 from aotcache.store.circuit import circuit_for
-from aotcache.trust import Standing, standing, trust_problem
+from aotcache.store.refusal import refusal
+from aotcache.trust import Standing, standing
 
 SHORT = 12
 """Characters of a key or digest that tables show; commands take any unique beginning."""
@@ -83,11 +84,11 @@ def _unreadable(entry: Entry) -> dict[str, Any]:
 def judge(entries: Iterable[Entry], facts: HostFacts, store: Store) -> list[dict[str, Any]]:
     """Whether a host with these facts accepts each entry of a store, and why not: values for JSON."""
     verdicts = []
-    config, own, recalls = settings(), store.own, recalls_in(store)
+    config, recalls = settings(), recalls_in(store)
     for entry in entries:
         reasons = [entry.problem] if entry.problem is not None else []
         if entry.manifest is not None:
-            problem = trust_problem(entry.manifest, own=own, config=config, url=store.url)
+            problem = refusal(store, entry.manifest, config)
             recalled = recalls.problem(entry.manifest)
             reasons += [found for found in (problem, recalled) if found is not None]
             answer = verdict(entry.manifest, facts)

@@ -16,6 +16,7 @@ from aotcache.recall import Recalls, publish_list
 from aotcache.recall_list import Recalled, merged, signer_of
 from aotcache.rotation import sign_with, signing_keys
 from aotcache.store import Store, open_store
+from aotcache.store.refusal import written_by_others
 from aotcache.trust import SigningKey, signed_by, standing
 
 _SECONDS = 90 * 24 * 3600.0
@@ -63,7 +64,7 @@ def sign(store: StoreOption = None, as_json: JsonFlag = False) -> None:
 
 def _problem(store: Store, manifest: Manifest, recalls: Recalls) -> str | None:
     found = standing(manifest, own=store.own, config=settings())
-    return found.problem if found.problem is not None else recalls.problem(manifest)
+    return found.problem or written_by_others(store, manifest) or recalls.problem(manifest)
 
 
 def _has_all(manifest: Manifest, keys: Sequence[SigningKey]) -> bool:

@@ -38,7 +38,8 @@ from aotcache.manifest import Manifest
 from aotcache.passing import scratch
 from aotcache.rotation import sign_with, signing_keys
 from aotcache.store import Entry, Store, open_store
-from aotcache.trust import Standing, standing, trust_problem
+from aotcache.store.refusal import refusal, written_by_others
+from aotcache.trust import Standing, standing
 from aotcache.types import Digest
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def _require_trusted(source: Store, manifests: Iterable[Manifest], config: Setti
     """Refuse what would not be opened from there, before anything of it is read."""
     refused = []
     for manifest in manifests:
-        problem = trust_problem(manifest, own=source.own, config=config, url=source.url)
+        problem = refusal(source, manifest, config)
         if problem is not None:
             refused.append((manifest, problem))
         elif config.trust_unsigned:
@@ -258,12 +259,13 @@ def verify(
             name = f"{entry.key[:SHORT]} {entry.variant}"
             progress.say(name)
             problems = _problems(opened, entry, place, read)
-            found = None if entry.manifest is None else standing(entry.manifest, own=own, config=config)
-            if found is not None:
+            found: Standing | None = None
+            if entry.manifest is not None:
+                found = standing(entry.manifest, own=own, config=config)
                 standings.append(found)
-                problems += [] if found.problem is None else [found.problem]
-            recalled = None if entry.manifest is None else recalls.problem(entry.manifest)
-            problems += [] if recalled is None else [recalled]
+                others = written_by_others(opened, entry.manifest)
+                recalled = recalls.problem(entry.manifest)
+                problems += [p for p in (found.problem, others, recalled) if p is not None]
             progress.step(f"{name} {'; '.join(problems) or 'good'}")
             digest = entry.manifest.digest if entry.manifest is not None else None
             results.append(
@@ -337,7 +339,10 @@ def _read(store: Store, digest: Digest, place: Path) -> _Archive:
 
 
 def _measured(path: Path) -> _Archive:
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise StoreError(f"its archive cannot be read: {error.strerror}", path=str(path)) from error
     try:
         with readable(path, what="its archive") as package:
             problems = flaws(package, size)

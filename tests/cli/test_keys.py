@@ -299,6 +299,31 @@ def test_what_leaves_this_host_is_signed(run: Any, store: Store, tmp_path: Path,
     assert [m.envelope for m in store.lookup(manifest.key)] == [None]
 
 
+@pytest.mark.parametrize("part", ["refs", "its folder", "itself"])
+def test_what_others_could_have_written_is_neither_signed_nor_called_good(
+    run: Any, store: Store, tmp_path: Path, key: SigningKey, part: str
+) -> None:
+    """A worker does not open it here; a signature would have it opened everywhere."""
+    manifest = publish(store, tmp_path)
+    (ref,) = (tmp_path / "store").glob("refs/*/*/*.json")
+    {"refs": tmp_path / "store" / "refs", "its folder": ref.parent, "itself": ref}[part].chmod(0o777)
+    before, elsewhere = ref.read_bytes(), copies(tmp_path / "elsewhere")
+    signed = run("sign", "--store", store.url)
+    fetched = run("fetch", manifest.key, "--store", store.url, "--to", elsewhere.url)
+    verified = run("verify", "--store", store.url)
+    for done, text in ((signed, signed.out), (fetched, fetched.err), (verified, verified.out)):
+        assert done.code == 1
+        assert "other users could have changed it" in text
+    assert ref.read_bytes() == before
+    assert elsewhere.lookup(manifest.key) == []
+    for command in ("doctor", "why"):
+        arguments = (manifest.key,) if command == "why" else ()
+        found = run(command, *arguments, "--store", store.url, "--json").json
+        (judged,) = found["variants" if command == "why" else "artifacts"]
+        assert not judged["accepted"]
+        assert any("other users could have changed it" in reason for reason in judged["reasons"])
+
+
 def test_without_a_key_nothing_leaves_this_host(run: Any, store: Store, tmp_path: Path) -> None:
     manifest = publish(store, tmp_path)
     other = copies(tmp_path / "other")
