@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ _LATEST = 253_402_300_800.0
 
 _THREADS = 8
 
+_TOLD_SECONDS = 1.0
+"""How long the word of a look-up holds that the recall lists are those that were read."""
+
 
 class HttpStore:
     """A `Store`; its contract is in `store/base.py`. Threads share it; a fork gets its own connections.
@@ -61,7 +65,7 @@ class HttpStore:
         self.session = session_for(url) if session is None else session
         self._sizes: dict[Digest, int] = {}
         self._lists: tuple[str | None, Sequence[bytes]] | None = None
-        self._told: tuple[str | None] | None = None
+        self._told: tuple[str | None, float] | None = None
 
     def __repr__(self) -> str:
         return f"HttpStore({self.url!r})"
@@ -108,7 +112,7 @@ class HttpStore:
             answer = self.session.json("POST", "/v1/resolve", body={"keys": part})
             found = _of(answer, "found", dict, self.url)
             tag = answer.get("recalls")
-            self._told = (tag if isinstance(tag, str) else None,)
+            self._told = (tag if isinstance(tag, str) else None, time.monotonic())
             for key in part:
                 manifests = _all_known(key, found.get(key), known or {})
                 if manifests is None:
@@ -247,6 +251,9 @@ class HttpStore:
     def recalls(self, of: Callable[[str], bool] | None = None) -> Sequence[bytes]:
         """See `Store`. `resolve` is told whether there are other lists than those that were read last."""
         told, known = self._told, self._lists
+        if told is not None and told[0] in (None, known and known[0]):
+            # Of a look-up that found nothing, it may lie here since long before a recall.
+            told = told if time.monotonic() - told[1] < _TOLD_SECONDS else None
         if told is not None and told[0] is None:
             known = (None, [])
         elif told is None or known is None or known[0] != told[0]:

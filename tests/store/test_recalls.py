@@ -224,8 +224,8 @@ class Withholding(HttpStore):
     def _read_lists(self) -> Any:
         raise self._error
 
-    def told(self, tag: str | None) -> None:
-        self._told = (tag,)
+    def told(self, tag: str | None, *, ago: float = 0.0) -> None:
+        self._told = (tag, time.monotonic() - ago)
 
 
 @pytest.mark.parametrize("error", [ServiceUnavailable("away"), StoreError("odd")])
@@ -244,6 +244,34 @@ def test_lists_that_a_service_tells_of_and_does_not_show_refuse_everything(
     tiered = TieredStore(ObjectStore("file:///nowhere", None), store, tmp_path)  # type: ignore[arg-type]
     assert recalls.check(tiered) is not None
     assert circuit_for(store.url).unreached is None
+
+
+class Reading(Withholding):
+    """A service that shows its lists, and counts how often."""
+
+    reads = 0
+
+    def _read_lists(self) -> Any:
+        self.reads += 1
+        return "e5" * 32, []
+
+
+def test_what_a_look_up_told_long_ago_is_not_taken_for_what_holds_now(
+    key: SigningKey, tmp_path: Path
+) -> None:
+    """A look-up that finds nothing leaves its word behind; a refresh an hour later has to ask."""
+    store = Reading("http://127.0.0.1:9", StoreError("unused"))
+    recalls = Recalls(tmp_path / "home")
+    for tag, ago, reads in (
+        (None, 0.0, 0),
+        (None, 3600.0, 1),
+        ("e5" * 32, 0.0, 1),
+        ("e5" * 32, 3600.0, 2),
+        ("f6" * 32, 3600.0, 3),
+    ):
+        store.told(tag, ago=ago)
+        assert recalls.check(store) is None
+        assert store.reads == reads
 
 
 def test_an_answer_that_makes_no_sense_is_an_error(key: SigningKey, tmp_path: Path) -> None:
