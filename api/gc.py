@@ -18,6 +18,7 @@ from aotcache.api.schemas import (
     PinsAnswer,
 )
 from aotcache.api.state import ServiceOf
+from aotcache.errors import DatabaseError
 from aotcache.store.evict import Decision, Limits
 
 router = APIRouter(tags=["gc"])
@@ -33,7 +34,12 @@ def collect(body: GcRequest, service: ServiceOf, _: Admin) -> GcAnswer:
     One request does what it can in some seconds. While `next` is not null there is more to do: send it as
     `cursor`, with the same limits.
     """
-    service.usage.flush()
+    notes = []
+    try:
+        service.usage.flush()
+    except DatabaseError as error:
+        # On a full disk nothing can be noted, but room can be made.
+        notes.append(f"what was used in the last moments is not taken into account: {error}")
     done = service.collector.round(
         Limits(body.max_bytes, body.max_age), locked=body.locked, dry_run=body.dry_run, cursor=body.cursor
     )
@@ -44,7 +50,7 @@ def collect(body: GcRequest, service: ServiceOf, _: Admin) -> GcAnswer:
             "after": done.after,
             "over": done.over,
             "next": done.next,
-            "notes": done.notes,
+            "notes": notes + done.notes,
         }
     )
 

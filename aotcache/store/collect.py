@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Collection as Some
 from pathlib import Path
 
@@ -44,6 +44,9 @@ from aotcache.types import Digest, sha256
 
 _ABANDONED_SECONDS = 3600.0
 """How old a marker may be of an archive that is named all the same."""
+
+_CLOCKS = 2.0
+"""Seconds by which two answers of a bucket for one time may differ."""
 
 
 def collect(
@@ -130,11 +133,12 @@ def carry_out(
     if not dry_run:
         gone = set[int]()
         told(f"{len(made.removed)} of {len(candidates)} go")
-        for run in runs:
-            gone |= run.carry_out([d for d in made.decisions if d.candidate.place == run.place])
+        # Folders first: on a full disk they make the room that a store needs for its markers.
         for candidate in made.removed:
             if candidate.kind == "unpacked" and remove is not None and remove(candidate):
                 gone.add(id(candidate))
+        for run in runs:
+            gone |= run.carry_out([d for d in made.decisions if d.candidate.place == run.place])
         decisions = tuple(
             d if not d.remove or id(d.candidate) in gone else Decision(d.candidate, False, "busy")
             for d in made.decisions
@@ -212,9 +216,14 @@ class Collection:
             for c in going
             if c.digest is not None and c.digest in found.archives and c.digest not in kept
         )
-        for digest in sorted(doomed):
-            client.put(layout.mark(digest), self._id.encode(), create=False)
+        unmarked = self._mark(sorted(doomed))
         gone = {id(c) for c in going if c.kind == "entry" and self._remove_ref(c)}
+        # A full disk may have no room for a marker; every ref that went has made room for one.
+        unmarked = self._mark(unmarked)
+        for error in unmarked.values():
+            if len(unmarked) == len(doomed) and not gone:
+                raise error
+            self._failed(error)
         named = still_named(client, doomed) if doomed else set()
         removed = {digest for digest in sorted(doomed - named) if self._remove_archive(digest)}
         for digest in doomed - removed:
@@ -228,20 +237,30 @@ class Collection:
         )
         return gone
 
+    def _mark(self, digests: Iterable[Digest]) -> dict[Digest, StoreError]:
+        """Put markers; those that could not be put, and why."""
+        left = dict[Digest, StoreError]()
+        for digest in digests:
+            try:
+                self.store.client.put(layout.mark(digest), self._id.encode(), create=False)
+            except ServiceUnavailable:
+                raise
+            except StoreError as error:
+                left[digest] = error
+        return left
+
     def _remove_ref(self, candidate: Candidate) -> bool:
-        """Remove a ref unless it has been replaced since; whether it is gone."""
+        """Remove a ref unless it was used, pinned or published anew since; whether it is gone."""
         assert candidate.key is not None
         path = layout.ref(candidate.key, candidate.variant)
-        expected = self._found.documents[candidate.key, candidate.variant]
         client, aside = self.store.client, self._aside(None)
         try:
-            # It may have been pinned since all were looked at.
             pinned = self.store.is_pinned(candidate.key, candidate.digest)
-            if pinned or _document(self.store, path) != expected:
+            if pinned or self._used(candidate) or self._changed(candidate, path):
                 return False
             if not client.move(path, aside):
                 return True
-            if _document(self.store, aside) != expected:
+            if self._changed(candidate, aside):
                 # Published a moment ago, between the look and the move.
                 client.move(aside, path, create=True)
                 return False
@@ -250,6 +269,25 @@ class Collection:
             self._failed(error)
             return False
         return True
+
+    def _used(self, candidate: Candidate) -> bool:
+        """Whether an entry's archive was opened, or stored, since all were looked at."""
+        archive = None if candidate.digest is None else self.store.client.head(layout.blob(candidate.digest))
+        return archive is not None and self._later(archive, candidate)
+
+    def _changed(self, candidate: Candidate, path: str) -> bool:
+        """Whether a ref is another than was decided on, or was written since: it may have been the same once more."""
+        assert candidate.key is not None
+        info = self.store.client.head(path)
+        # What is put aside in a bucket is a copy, and as young as that.
+        dated = self.store.drafts is not None or path.startswith(layout.REFS)
+        if info is None or (dated and self._later(info, candidate)):
+            return True
+        data = b"" if info.size > LARGEST_DOCUMENT else self.store.client.get(path)
+        return data is None or sha256(data) != self._found.documents[candidate.key, candidate.variant]
+
+    def _later(self, info: Info, candidate: Candidate) -> bool:
+        return info.modified > candidate.used + (_CLOCKS if self.store.drafts is None else 0.0)
 
     def _remove_archive(self, digest: Digest) -> bool:
         """Steps (4); whether it is gone."""
@@ -307,15 +345,6 @@ class Collection:
         if isinstance(error, ServiceUnavailable):
             raise error
         self.problems.append(str(error))
-
-
-def _document(store: ObjectStore, path: str) -> Digest | None:
-    """sha256 of a ref as `survey` reads it; None if there is none."""
-    info = store.client.head(path)
-    if info is None:
-        return None
-    data = b"" if info.size > LARGEST_DOCUMENT else store.client.get(path)
-    return None if data is None else sha256(data)
 
 
 def require_private_store(root: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Collection as Some
 from pathlib import Path
 
@@ -54,7 +54,8 @@ def collect_copies(
     config = Settings()
     home, problems = config.home, list[str]()
     folders = _tiers(home) if url is None else [folder for folder in [tier_folder(url)] if folder.is_dir()]
-    runs = [Collection(directory(folder), _origin(folder), dry_run=dry_run) for folder in folders]
+    places = _places(folders)
+    runs = [Collection(directory(folder), place, dry_run=dry_run) for folder, place in places.items()]
     others: list[Candidate] = []
     if url is None:
         if not dry_run:
@@ -84,6 +85,15 @@ def collect_copies(
 
 def _tiers(home: Path) -> list[Path]:
     return sorted(path for path in _names(home / "tiers") if path.is_dir() and not path.is_symlink())
+
+
+def _places(folders: Iterable[Path]) -> dict[Path, str]:
+    """What to call each; by its own name if it says the same as another, as a folder does that somebody copied."""
+    found = dict[Path, str]()
+    for folder in folders:
+        origin = _origin(folder)
+        found[folder] = str(folder) if origin in found.values() else origin
+    return found
 
 
 def _origin(folder: Path) -> str:

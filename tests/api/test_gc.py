@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
+from starlette.testclient import TestClient
 
+from aotcache.api.app import create_app
+from aotcache.api.state import ServiceConfig
+from aotcache.db.engine import Database
+from aotcache.db.migrate import upgrade
 from aotcache.manifest import Manifest
 from aotcache.service import gc
+from aotcache.trust import SigningKey, TrustedKeys
 from tests.api.conftest import Api
+from tests.faults.disks import fill, mounted
 
 KEY = "0" * 64
 
@@ -63,6 +71,29 @@ def test_what_was_asked_for_a_moment_ago_is_not_old(api: Api) -> None:
     age(api, manifest, 500.0)
     api.client.post("/v1/resolve", json={"keys": [manifest.key]})
     assert collect(api, max_age=100.0)["decisions"] == []
+
+
+def test_a_full_disk_is_no_obstacle(tmp_path: Path) -> None:
+    """Nothing can be written there, not even which entries were asked for."""
+    with mounted(tmp_path / "disk", "size=4m,mode=700") as disk:
+        config = ServiceConfig(
+            store=(disk / "store").as_uri(),
+            database=f"sqlite:///{disk}/aotcache.db",
+            trusted=TrustedKeys(tmp_path / "trusted"),
+            uploads=disk / "uploads",
+        )
+        key = SigningKey.generate()
+        config.trusted.add(key.public, "tests")
+        upgrade(Database(config.database))
+        app = create_app(config)
+        with TestClient(app, base_url="http://127.0.0.1") as client:
+            api = Api(app, client, config, key)
+            made = [api.publish(bytes([n]) * 100_000, call=f"{n}") for n in range(3)]
+            fill(disk)
+            client.post("/v1/resolve", json={"keys": [made[0].key]})
+            found = collect(api, max_bytes=100_000)
+            assert (found["after"], len(found["notes"])) == (100_000, 1), found["notes"]
+            assert len(listed(api)) == 1
 
 
 def test_pins_are_made_listed_and_removed(api: Api) -> None:

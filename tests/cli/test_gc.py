@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,17 @@ def test_home_collects_copies_and_unpacked_folders_together(run: Run, home: Home
     assert [row["kind"] for row in found["removed"]] == ["unpacked"]
     assert (found["after"], keys(one)) == (young.size, {young.key})
     assert one.own is False
+
+
+def test_copies_that_somebody_copied_are_collected_as_well(run: Run, home: Home, tmp_path: Path) -> None:
+    one = home.copies(AWAY)
+    put(one, tmp_path, "old", 9 * DAY)
+    again = tier_folder(AWAY).with_name("saved")
+    shutil.copytree(tier_folder(AWAY), again)
+    put(directory(again), tmp_path, "older", 10 * DAY)
+    found = run("gc", "--home", "--max-age", "7d", "--json").json
+    assert sorted(row["place"] for row in found["removed"]) == sorted([AWAY, str(again), str(again)])
+    assert (keys(one), keys(directory(again))) == (set(), set())
 
 
 def test_home_with_a_store_collects_its_copies_alone(run: Run, home: Home, tmp_path: Path) -> None:

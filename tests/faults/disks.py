@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,9 @@ def mounted(place: Path, options: str) -> Iterator[Path]:
 def remount(place: Path, options: str) -> None:
     """Change how it is mounted."""
     subprocess.run(["mount", "-o", f"remount,{options}", str(place)], check=True, timeout=30)
+
+
+def fill(place: Path) -> None:
+    """Leave no room there: for no block, where every file takes one at least."""
+    with (place / "ballast").open("wb", 0) as ballast, pytest.raises(OSError, match="No space left"):
+        ballast.writelines(repeat(bytes(4096)))

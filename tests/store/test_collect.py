@@ -17,13 +17,15 @@ from aotcache.errors import NotStored, StoreError
 from aotcache.manifest import SCHEMA, Manifest
 from aotcache.store import ObjectStore, layout, open_store
 from aotcache.store.clients import Client, Info
-from aotcache.store.collect import Collected, collect
-from aotcache.store.evict import DAY
+from aotcache.store.collect import Collected, Collection, collect
+from aotcache.store.evict import DAY, plan
+from aotcache.store.files import FileClient
 from aotcache.store.http import HttpStore
 from aotcache.store.survey import words
 from aotcache.store.tiered import TieredStore
 from aotcache.trust import sign
 from aotcache.types import Digest, sha256
+from tests.faults.disks import fill, mounted
 from tests.manifests import make_manifest, write_archive
 
 LONG_AGO = 3 * DAY
@@ -52,8 +54,14 @@ class Aged:
         return watched
 
     def list(self, prefix: str) -> Iterator[Info]:
-        for info in self.client.list(prefix):
-            yield replace(info, modified=info.modified - self.ages.get(info.path, 0.0))
+        return (self.older(info) for info in self.client.list(prefix))
+
+    def head(self, path: str) -> Info | None:
+        info = self.client.head(path)
+        return None if info is None else self.older(info)
+
+    def older(self, info: Info) -> Info:
+        return replace(info, modified=info.modified - self.ages.get(info.path, 0.0))
 
 
 class Place:
@@ -345,6 +353,19 @@ def test_replaced_at_any_step_the_new_entry_is_there_afterwards(place: Place) ->
         place.store.delete(new.key, new.variant)
 
 
+def test_what_had_lost_its_archive_and_is_published_once_more_meanwhile_stays(place: Place) -> None:
+    """The very same entry, as `fetch --to` publishes it from a store that has it."""
+    manifest = place.put(b"lost", age=LONG_AGO)
+    place.client.delete(layout.blob(manifest.digest))
+    run = Collection(ObjectStore(place.store.url, place.aged), "here", dry_run=False)
+    decisions = plan(run.look(), now=time.time()).decisions
+    assert [decision.reason for decision in decisions] == ["gone"]
+    assert place.store.publish(manifest, write_archive(place.folder, b"lost"))
+    place.age(manifest, 0.0)
+    assert run.carry_out(decisions) == set()
+    assert place.there(manifest) == [True]
+
+
 def test_two_collections_at_every_step_of_each_other_leave_what_one_leaves(place: Place) -> None:
     case = Case(place)
     for step in case.steps():
@@ -425,6 +446,54 @@ def test_a_directory_notes_when_an_archive_was_used(tmp_path: Path) -> None:
     place.store.used(manifest.digest)
     assert blob.stat().st_mtime == pytest.approx(was, abs=1)
     place.store.used(Digest("0" * 64))
+
+
+def old(place: Place, data: bytes) -> Manifest:
+    """An entry of a directory whose files are old."""
+    manifest = place.put(data)
+    for path in (ref(manifest), layout.blob(manifest.digest)):
+        os.utime(place.folder / "store" / path, (time.time() - LONG_AGO,) * 2)
+    return manifest
+
+
+def test_what_is_used_in_a_directory_meanwhile_stays(tmp_path: Path) -> None:
+    place = files(tmp_path)
+    used, unused = old(place, b"used"), old(place, b"unused")
+    disturb(place, 1, lambda: place.store.used(used.digest))
+    done = place.collect(max_age=DAY)
+    assert place.there(used, unused) == [True, False]
+    assert sorted(d.reason for d in done.decisions) == ["age", "busy"]
+
+
+def test_what_is_published_once_more_right_before_it_goes_from_a_directory_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = files(tmp_path)
+    manifest = old(place, b"lost")
+    place.client.delete(layout.blob(manifest.digest))
+    move = FileClient.move
+
+    def late(client: FileClient, path: str, to: str, *, create: bool = False) -> bool:
+        if path == ref(manifest):
+            assert place.store.publish(manifest, write_archive(tmp_path, b"lost"))
+        return move(client, path, to, create=create)
+
+    monkeypatch.setattr(FileClient, "move", late)
+    done = collect(place.store)
+    assert [d.reason for d in done.decisions] == ["busy"]
+    assert place.there(manifest) == [True]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_full_disk_is_no_obstacle(tmp_path: Path, shared: bool) -> None:
+    with mounted(tmp_path / "disk", "size=1m,mode=700") as disk:
+        place = Place((disk / "store").as_uri(), tmp_path)
+        made = [place.put(bytes([shared or n]) * 50_000, call=f"{n}") for n in range(4)]
+        fill(disk)
+        done = collect(place.store, max_bytes=0)
+        assert (len(done.removed), done.after, done.problems) == (4, 0, ())
+        assert place.there(*made) == [False] * 4
+        assert (place.store.usage().blobs, place.left()) == (0, [])
 
 
 def test_a_directory_that_others_can_write_to_is_not_collected(
