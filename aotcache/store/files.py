@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -60,11 +61,11 @@ class FileClient:
 
     def get(self, path: str) -> bytes | None:
         """See `Client`."""
-        return self._read(path, lambda file: file.read_bytes())
+        return self._read(path, _bytes)
 
     def chunks(self, path: str, start: int = 0, stop: int | None = None) -> Iterator[bytes] | None:
         """See `Client`."""
-        opened = self._read(path, lambda file: file.open("rb"))
+        opened = self._read(path, _opened)
         return None if opened is None else self._pieces(path, opened, start, stop)
 
     def _pieces(self, path: str, opened: IO[bytes], start: int, stop: int | None) -> Iterator[bytes]:
@@ -80,7 +81,7 @@ class FileClient:
                     return file.read(CHUNK if stop is None else min(CHUNK, stop - at))
                 except OSError as error:
                     if error.errno == errno.ESTALE:
-                        file = stack.enter_context((self._root / path).open("rb"))
+                        file = stack.enter_context(_opened(self._root / path))
                     raise
 
             while True:
@@ -112,8 +113,8 @@ class FileClient:
                     "in its place, or name the place that it leads to as the store",
                     path=str(target),
                 )
-        # A link that no reader follows, or that leads to nothing, keeps nobody's object.
-        create = create and self._way_out(target) is None and not self._dangles(path)
+        # A link that no reader follows, or that leads to nothing, keeps nobody's object; nor does a pipe.
+        create = create and self._way_out(target) is None and not self._is_none(path)
         sweep(self.drafts)
         draft = self.drafts / uuid.uuid4().hex
         try:
@@ -207,8 +208,9 @@ class FileClient:
             self._told.add(what)
             logger.warning("%s, and is not followed: what it stands for is taken for not stored", what)
 
-    def _dangles(self, path: str) -> bool:
-        return bool(self._read(path, Path.is_symlink)) and not self._read(path, Path.exists)
+    def _is_none(self, path: str) -> bool:
+        """Whether something lies there that no reader takes for a file."""
+        return bool(self._read(path, lambda target: os.path.lexists(target) and not target.is_file()))
 
     def _way_out(self, target: Path) -> str | None:
         try:
@@ -241,6 +243,24 @@ class FileClient:
                     shutil.copyfileobj(data, file, CHUNK)
             file.flush()
             os.fsync(descriptor)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return open(path, "rb", opener=_file_alone)
+
+
+def _file_alone(path: str, flags: int) -> int:
+    """Open what is a file. Whoever opened a pipe would wait for its other end for ever: it is not there."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "it is no file", path)
+    return descriptor
+
+
+def _bytes(path: Path) -> bytes:
+    with _opened(path) as file:
+        return file.read()
 
 
 def touch(path: Path) -> None:

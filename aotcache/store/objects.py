@@ -21,7 +21,7 @@ from aotcache.store.base import Entry, Usage
 from aotcache.store.clients import CHUNK, Client, Info
 from aotcache.store.files import FileClient
 from aotcache.store.local import make_dirs
-from aotcache.store.pins import Pin, read_pin
+from aotcache.store.pins import LARGEST_PIN, Pin, read_pin
 from aotcache.store.recalls import RecallObjects
 from aotcache.types import CacheKey, Digest, Mode, Variant
 
@@ -162,7 +162,11 @@ class ObjectStore:
     def pins(self) -> Sequence[Pin]:
         """See `Store`."""
         found = ((layout.pinned(info.path), info) for info in self._client.list(layout.PINS))
-        return [read_pin(what, self._client.get(info.path)) for what, info in found if what is not None]
+        return [
+            read_pin(what, self._client.get(info.path) if info.size <= LARGEST_PIN else None)
+            for what, info in found
+            if what is not None
+        ]
 
     def pin(self, what: str, reason: str) -> Pin:
         """See `Store`."""

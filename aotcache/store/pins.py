@@ -10,6 +10,9 @@ FORMAT = 1
 MOST_REASON = 500
 """Characters of a reason."""
 
+LARGEST_PIN = 64 << 10
+"""Bytes of a document that are read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import hashlib
 import json
@@ -132,16 +133,16 @@ def test_a_stale_handle_is_tried_again_and_then_a_miss(
 ) -> None:
     manifest = put(files, tmp_path, b"bytes")
     left = [times]
-    read_bytes = Path.read_bytes
+    opened = builtins.open
 
-    def stale(self: Path) -> bytes:
+    def stale(path: Any, *arguments: Any, **options: Any) -> Any:
         if left[0] > 0:
             left[0] -= 1
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return read_bytes(self)
+        return opened(path, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", stale)
+        patch.setattr(builtins, "open", stale)
         assert files.lookup(manifest.key) == ([manifest] if times == 1 else [])
     assert files.lookup(manifest.key) == [manifest]
 

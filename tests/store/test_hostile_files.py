@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from aotcache.errors import RejectedArtifact, StoreError
+from aotcache.errors import NotStored, RejectedArtifact, StoreError
 from aotcache.manifest import Manifest
 from aotcache.ownership import first_link, way_out
 from aotcache.store import Store, open_store
+from aotcache.store.collect import collect
 from aotcache.store.local import require_private
 from tests.manifests import make_manifest, write_archive
 
@@ -78,6 +79,30 @@ def test_an_archive_behind_a_link_out_is_a_miss_and_is_never_opened(
         with pytest.raises(RejectedArtifact, match="symbolic link out of"):
             read()
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.timeout(30)
+def test_pipes_in_the_place_of_files_keep_nobody_waiting(
+    store: Store, root: Path, manifest: Manifest, tmp_path: Path
+) -> None:
+    store.pin(manifest.digest, "")
+    for path in (ref(root, manifest), root / "pins" / f"{manifest.digest}.json"):
+        path.unlink()
+        os.mkfifo(path)
+    assert store.lookup(manifest.key) == []
+    assert [pin.what for pin in store.pins()] == [manifest.digest]
+    assert collect(store, max_bytes=0).problems == ()
+    assert store.publish(manifest, write_archive(tmp_path, b"bytes"))
+    blob(root, manifest).unlink()
+    os.mkfifo(blob(root, manifest))
+    with pytest.raises(NotStored):
+        store.fetch(manifest.digest, tmp_path / "copy")
+
+
+def test_a_pin_of_an_absurd_size_pins_and_is_not_read(store: Store, root: Path, manifest: Manifest) -> None:
+    store.pin(manifest.digest, "release")
+    os.truncate(root / "pins" / f"{manifest.digest}.json", 1 << 40)
+    assert [(pin.what, pin.reason) for pin in store.pins()] == [(manifest.digest, "")]
 
 
 def test_trust_in_a_shared_store_does_not_reach_beyond_it(
