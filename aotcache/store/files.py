@@ -101,6 +101,17 @@ class FileClient:
         status = self._read(path, lambda file: file.stat())
         return None if status is None else Info(path, status.st_size, status.st_mtime)
 
+    def has_name(self, path: str) -> bool:
+        """Whether anything lies there, be it a link that is not followed. Raises StoreError if nobody can tell."""
+        target = self._root / path
+        try:
+            again(target.lstat, target)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return False
+            raise StoreError(f"cannot read {target}: {error.strerror}", path=str(target)) from error
+        return True
+
     def put(self, path: str, source: bytes | Path, *, create: bool, consume: bool = False) -> bool:
         """See `Client`."""
         target = self._root / path

@@ -54,7 +54,7 @@ class ObjectStore:
     def own(self) -> bool:
         """See `Store`. A directory with a file `origin` holds copies from there."""
         if isinstance(self._client, FileClient):
-            return self._client.head(layout.ORIGIN) is None
+            return not self._client.has_name(layout.ORIGIN)
         return self._url.startswith("memory:")
 
     def require_own(self, manifest: Manifest) -> None:

@@ -150,6 +150,18 @@ def test_a_publish_puts_the_file_in_the_place_of_a_link(
     assert not blob(root, manifest).is_symlink()
 
 
+@pytest.mark.parametrize("to", ["out", "nothing", "itself"])
+def test_copies_whose_origin_is_a_link_that_is_not_followed_are_not_the_users_own(
+    store: Store, root: Path, manifest: Manifest, tmp_path: Path, to: str
+) -> None:
+    """What lies in a store of one's own needs no signature."""
+    assert store.own
+    (tmp_path / "origin").write_text("https://cache.example.org")
+    target = {"out": tmp_path / "origin", "nothing": tmp_path / "gone", "itself": root / "origin"}[to]
+    (root / "origin").symlink_to(target)
+    assert not store.own
+
+
 def test_links_in_circles_end_nothing(store: Store, root: Path, manifest: Manifest) -> None:
     """Each folder of the store holds links to all of it: whoever followed them would never come back."""
     for folder in (root / "refs", ref(root, manifest).parent, root / "blobs"):
