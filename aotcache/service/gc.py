@@ -143,7 +143,9 @@ class Collector:
         with self._database.exclusive(key, variant) as session:
             entry = store.entry(key, variant)
             digest = None if entry is None or entry.manifest is None else entry.manifest.digest
-            if planned is not None and self._changed(session, planned, digest):
+            # What cannot be read is not what the index knows: it goes by the rules for such refs.
+            unreadable = entry is not None and entry.manifest is None
+            if planned is not None and (unreadable or self._changed(session, planned, digest)):
                 return False, 0
             if digest is None:
                 # One that was killed in the middle has left the row.

@@ -228,6 +228,18 @@ def test_refs_that_are_misses_go_by_their_rules(place: Place) -> None:
     assert place.store.usage().blobs == 0
 
 
+@pytest.mark.parametrize("document", [b'{"schema": 99}', b"{"])
+def test_a_ref_that_became_unreadable_behind_the_index_is_not_taken_for_what_it_was(
+    place: Place, document: bytes
+) -> None:
+    manifest = place.put(b"readable", age=500.0)
+    path = place.folder / "store" / layout.ref(manifest.key, str(manifest.variant))
+    path.write_bytes(document)
+    assert (False, "busy") in reasons(place.collect(max_bytes=0, max_age=100.0))
+    assert path.read_bytes() == document
+    assert place.store.blob_size(manifest.digest) is not None
+
+
 def test_what_is_used_leased_replaced_or_pinned_meanwhile_stays(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
