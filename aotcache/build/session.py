@@ -201,7 +201,8 @@ class Session:
                 if kept is None:
                     raise
                 raise type(error)(
-                    f"{error}. What was built is kept in {kept}: the next warm stores it without a compile",
+                    f"{error}. What was built is kept in {kept}: the next warm that misses it stores it without a "
+                    "compile",
                     **error.details,
                 ) from error
             index.remember(manifest)
