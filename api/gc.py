@@ -38,8 +38,9 @@ def collect(body: GcRequest, service: ServiceOf, _: Admin) -> GcAnswer:
     try:
         service.usage.flush()
     except DatabaseError as error:
-        # On a full disk nothing can be noted, but room can be made.
-        notes.append(f"what was used in the last moments is not taken into account: {error}")
+        # On a full disk nothing can be noted, but room can be made. Said once for all rounds.
+        if body.cursor is None:
+            notes.append(f"what was used in the last moments is not taken into account: {error}")
     done = service.collector.round(
         Limits(body.max_bytes, body.max_age), locked=body.locked, dry_run=body.dry_run, cursor=body.cursor
     )
