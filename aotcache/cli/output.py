@@ -106,8 +106,11 @@ def human_region(name: str) -> str:
 
 
 def human_time(moment: float) -> str:
-    """Seconds since the epoch as local date and time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    """Seconds since the epoch as local date and time; "-" for what is no time, as a store of others can say."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (ValueError, OverflowError, OSError):
+        return "-"
 
 
 class Progress:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, get_args
 
 from aotcache.errors import ServiceError
-from aotcache.store.evict import Candidate, Collected, Decision, Limits
+from aotcache.store.evict import Candidate, Collected, Decision, Kind, Limits, Reason
 from aotcache.store.http import HttpStore
 from aotcache.types import CacheKey, Digest
 
@@ -62,17 +62,20 @@ def collect_service(
 
 
 def _decision(row: Any, place: str) -> Decision:
+    kind, reason = row["kind"], row["reason"]
+    if kind not in get_args(Kind) or reason not in get_args(Reason):
+        raise ValueError(f"{kind!r} and {reason!r} say nothing")
     candidate = Candidate(
-        row["kind"],
-        None if row["key"] is None else CacheKey(row["key"]),
-        row["variant"] or "",
-        None if row["digest"] is None else Digest(row["digest"]),
+        kind,
+        None if row["key"] is None else CacheKey(str(row["key"])),
+        str(row["variant"] or ""),
+        None if row["digest"] is None else Digest(str(row["digest"])),
         None if row["size"] is None else int(row["size"]),
         float(row["last_used"]),
         place,
         what=str(row["what"] or ""),
     )
-    return Decision(candidate, bool(row["remove"]), row["reason"])
+    return Decision(candidate, bool(row["remove"]), reason)
 
 
 __all__ = ["collect_service"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 
 FORMAT = 1
@@ -38,7 +39,8 @@ def read_pin(what: str, document: bytes | None) -> Pin:
     """The pin of a key or digest. Its name alone counts: one that cannot be read pins all the same."""
     try:
         found = json.loads(document or b"")
-        return Pin(what, str(found["reason"])[:MOST_REASON], float(found["at"]))
+        at = float(found["at"])
+        return Pin(what, str(found["reason"])[:MOST_REASON], at if math.isfinite(at) else 0.0)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return Pin(what, "", 0.0)
 

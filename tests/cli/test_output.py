@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from aotcache.cli.output import Progress, human_bytes, print_table
+from aotcache.cli.output import Progress, human_bytes, human_time, print_table
 
 PROGRAM = """
 from aotcache.cli.output import Progress
@@ -77,3 +77,8 @@ def test_a_table_has_one_line_per_row_and_no_blanks_behind(capsys: pytest.Captur
 )
 def test_sizes_are_decimal(size: int | None, text: str) -> None:
     assert human_bytes(size) == text
+
+
+@pytest.mark.parametrize("moment", [1e300, -1e300, float("inf"), float("nan"), 1e12])
+def test_what_is_no_time_is_shown_all_the_same(moment: float) -> None:
+    assert human_time(moment)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from aotcache.errors import NotStored, StoreError
+from aotcache.errors import NotStored, ServiceError, StoreError
 from aotcache.manifest import SCHEMA, Manifest
 from aotcache.store import ObjectStore, layout, open_store
 from aotcache.store.clients import Client, Info
@@ -27,6 +27,7 @@ from aotcache.trust import sign
 from aotcache.types import Digest, sha256
 from tests.faults.disks import fill, mounted
 from tests.manifests import make_manifest, write_archive
+from tests.store.faulty import faulty
 
 LONG_AGO = 3 * DAY
 
@@ -154,6 +155,10 @@ def test_a_pin_that_cannot_be_read_pins(place: Place) -> None:
     manifest = place.put(b"pinned", age=500.0)
     place.client.put(layout.pin(manifest.digest), b"\xff{", create=True)
     place.client.put("pins/notes.txt", b"", create=True)
+    other = sha256(b"other")
+    place.client.put(layout.pin(other), b'{"reason": "", "at": 1e999}', create=True)
+    assert {pin.what: pin.at for pin in place.store.pins()} == {manifest.digest: 0.0, other: 0.0}
+    assert place.store.unpin(other)
     assert [pin.what for pin in place.store.pins()] == [manifest.digest]
     place.collect(max_age=1.0)
     assert place.there(manifest) == [True]
@@ -423,6 +428,28 @@ def test_a_service_collects_by_the_same_rules(service: Any, signing_key: Any, tm
     assert [bool(copies.lookup(manifest.key)) for manifest in made] == [True] * 3
     assert isinstance(remote, HttpStore)
     remote.session.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reason": "because"},
+        {"reason": []},
+        {"kind": 1},
+        {"size": "much"},
+        {"last_used": None},
+        {"key": [1], "kind": {}},
+    ],
+)
+def test_a_service_whose_decisions_make_no_sense_is_an_error(wrong: dict[str, Any]) -> None:
+    row = {"kind": "entry", "key": "0" * 64, "variant": "v", "digest": "1" * 64, "size": 1, "last_used": 1.0}
+    row |= {"what": None, "remove": True, "reason": "age"} | wrong
+    answer = {"decisions": [row], "before": 1, "after": 0, "over": 0, "next": None, "notes": []}
+    with faulty(lambda out, _: out.send(200, json.dumps(answer).encode())) as service:
+        store = HttpStore(service.url)
+        with pytest.raises(ServiceError, match="not of version 1"):
+            collect(store, max_bytes=0)
+        store.session.close()
 
 
 # A directory alone.
