@@ -115,9 +115,7 @@ class Library:
             self._error = getattr(library, _LAST_ERROR, None)
             counts = [library[_INPUTS], library[_OUTPUTS]]
         except (OSError, AttributeError) as error:
-            hint = ""
-            if "failed to map segment" in str(error) or "Operation not permitted" in str(error):
-                hint = "; its folder may be mounted noexec: set AOTCACHE_HOME to a place that is not"
+            hint = _noexec(error, "its folder", "AOTCACHE_HOME")
             raise RejectedArtifact(f"{path} cannot be opened: {error}{hint}", path=str(path)) from error
         for function in (self.create, self.delete, self._run, *counts):
             function.restype = ctypes.c_int
@@ -248,8 +246,9 @@ class PackageRunner:
             # was just used, and after an error does not wake who waits for it.
             self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(archive), member, True, 1, -1)
         except RuntimeError as error:
+            hint = _noexec(error, "the temporary directory, to which it unpacks archives,", "TMPDIR")
             raise RejectedArtifact(
-                f"{archive} cannot be opened by torch's loader: {error}", path=str(archive)
+                f"{archive} cannot be opened by torch's loader: {error}{hint}", path=str(archive)
             ) from error
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -264,6 +263,13 @@ class PackageRunner:
 
 
 Runner = Library | PackageRunner
+
+
+def _noexec(error: Exception, where: str, setting: str) -> str:
+    """What to do about a library that the linker cannot map because nothing may be executed there; else nothing."""
+    if "failed to map segment" in str(error) or "Operation not permitted" in str(error):
+        return f"; {where} may be mounted noexec: set {setting} to a place that is not"
+    return ""
 
 
 def _names_cuda(path: Path) -> bool:

@@ -14,6 +14,7 @@ import torch
 from aotcache.errors import CallRefused, RejectedArtifact
 from aotcache.runtime import registry, runner
 from aotcache.runtime.runner import Library, PackageRunner
+from tests.faults.disks import mounted
 from tests.runtime import artifacts
 from tests.runtime.artifacts import Artifact, close, inputs
 
@@ -207,6 +208,15 @@ def test_what_needs_torchs_loader_goes_on_after_an_error(proxied: Artifact) -> N
         assert list(pool.map(call, [1.0] * 40)) == [[3.0]] * 40
     with pytest.raises(CallRefused, match="takes 1 tensors, found 2"):
         loaded.run([torch.ones(3, 4)] * 2)
+
+
+def test_torchs_loader_in_a_temporary_directory_without_execution_names_the_way_out(
+    proxied: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted(tmp_path / "disk", "size=64m,mode=700,noexec") as disk:
+        monkeypatch.setenv("TMPDIR", str(disk))
+        with pytest.raises(RejectedArtifact, match="noexec: set TMPDIR"):
+            PackageRunner(proxied.archive, "forward", inputs=1, outputs=1)
 
 
 def test_an_archive_that_torchs_loader_cannot_read_is_rejected(tmp_path: Path) -> None:

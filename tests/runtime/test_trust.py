@@ -7,6 +7,7 @@ import logging
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,6 +63,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return artifacts.pair(tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """What only torch's own loader runs."""
+    return artifacts.proxied(tmp_path_factory)
+
+
 @pytest.fixture
 def manifest(pair: Artifact, request: pytest.FixtureRequest) -> Manifest:
     """Under a key of the test's own: the registry is the process's."""
@@ -78,6 +85,16 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SigningKey:
     return made
 
 
+def mapped() -> set[str]:
+    """Libraries below the directory of temporary files that this process has mapped.
+
+    torch's own loader unpacks an archive there and opens its libraries past Python: no audit hook sees them.
+    """
+    lines = (line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines())
+    paths = {fields[5].removesuffix(" (deleted)") for fields in lines if len(fields) == 6}
+    return {path for path in paths if path.startswith(tempfile.gettempdir()) and path.endswith(".so")}
+
+
 @dataclass
 class Place:
     """A store as a worker opens it, and a way to put anything there past all checks.
@@ -88,6 +105,7 @@ class Place:
         home: The worker's home.
         entered: Called once something was put.
         laid: Files that were put there for the test, or that come with it.
+        mapped: Libraries that the process had mapped when the first thing was put.
     """
 
     worker: Store
@@ -95,8 +113,11 @@ class Place:
     home: Path
     entered: Callable[[], object] = lambda: None
     laid: set[Path] = field(default_factory=set)
+    mapped: set[str] | None = None
 
     def put(self, key: CacheKey, document: bytes, manifest: Manifest, archive: bytes) -> None:
+        if self.mapped is None:
+            self.mapped = mapped()
         digest = manifest.digest
         self.behind._client.put(f"blobs/{digest[:2]}/{digest}", archive, create=False)
         self.behind._client.put(f"refs/{key[:2]}/{key}/{manifest.variant}.json", document, create=False)
@@ -107,8 +128,9 @@ class Place:
         return Resolver(self.worker, self.home, host.host_facts(), None, Stats())
 
     def opened(self) -> list[str]:
-        """Libraries of this test's home that were opened."""
-        return [path for path in _dlopened if path.startswith(str(self.home))]
+        """Libraries that were opened: of this test's home, and whatever torch's own loader has opened."""
+        past_python = mapped() - (self.mapped or set()) - set(_dlopened)
+        return [*(path for path in _dlopened if path.startswith(str(self.home))), *sorted(past_python)]
 
     def fetched(self) -> list[Path]:
         """Whatever came of the archive to this host, or was unpacked of it."""
@@ -297,6 +319,23 @@ def test_what_no_trusted_key_signed_is_a_miss_and_not_one_byte_of_it_is_fetched(
                 registry.open_artifact(read, place.worker, place.home)
     assert place.opened() == []
     assert place.fetched() == []
+
+
+def test_nothing_of_that_reaches_torchs_own_loader_either(
+    place: Place, proxied: Artifact, request: pytest.FixtureRequest, key: SigningKey
+) -> None:
+    archive = proxied.archive.read_bytes()
+    for forge in FORGERIES:
+        forged = proxied.renamed(f"{request.node.name} {forge.__name__}")
+        place.put(forged.key, forge(forged, key), forged, archive)
+        assert isinstance(place.resolver().by_key(forged.key), Miss)
+        assert place.opened() == []
+        assert place.fetched() == []
+    manifest = proxied.renamed(request.node.name)
+    assert manifest.runner == "torch"
+    place.put(manifest.key, sign(manifest, key).document(), manifest, archive)
+    assert isinstance(place.resolver().by_key(manifest.key), Resolved)
+    assert len(place.opened()) == 1
 
 
 def test_a_miss_names_the_key_and_the_command(place: Place, pair: Artifact, manifest: Manifest) -> None:
