@@ -16,7 +16,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,7 +197,11 @@ class Recalls:
         Raises:
             ConfigError: a trusted key's file cannot be understood.
         """
-        return self.word(("archive", manifest.digest), ("key", manifest.key))
+        return self.problems([manifest])[0]
+
+    def problems(self, manifests: Iterable[Manifest]) -> list[str | None]:
+        """`problem` of each of them; reads the lists once."""
+        return self._words([(("archive", m.digest), ("key", m.key)) for m in manifests])
 
     def word(self, *things: tuple[str, str]) -> str | None:
         """Why none of these is to be opened, or None.
@@ -208,24 +212,30 @@ class Recalls:
         Raises:
             ConfigError: a trusted key's file cannot be understood.
         """
+        return self._words([things])[0]
+
+    def _words(self, asked: Sequence[Sequence[tuple[str, str]]]) -> list[str | None]:
         having = self._signers()
         known = signers(Settings()) if having else {}
+        found: list[str | None] = [None] * len(asked)
         for signer in having:
             if signer not in known:
                 continue
             lists = self._lists(signer)
-            broken = next((path for path, found in lists if not _is_by(found, known[signer])), None)
+            broken = next((path for path, one in lists if not _is_by(one, known[signer])), None)
             if broken is not None:
-                return (
+                unknown = (
                     f"what is recalled is not known: {broken} is not the recall list by {known[signer]} that it was; "
                     "it is healed when a store that shows it is reached, or delete it"
                 )
-            words = merged(found.listed for _, found in lists if found is not None)
-            for what, name in things:
-                entry = words.get(name)
-                if isinstance(entry, Recalled):
-                    return f"{what} {name} is recalled: {InForce(entry, known[signer])}"
-        return None
+                return [text or unknown for text in found]
+            words = merged(one.listed for _, one in lists if one is not None)
+            for place, things in enumerate(asked):
+                for what, name in things:
+                    entry = words.get(name)
+                    if found[place] is None and isinstance(entry, Recalled):
+                        found[place] = f"{what} {name} is recalled: {InForce(entry, known[signer])}"
+        return found
 
     def in_force(self) -> list[InForce]:
         """Everything that is recalled on this host, the latest first."""

@@ -82,6 +82,8 @@ class Attachment:
             call = self.region.describe(args, kwargs)
         except (CallRefused, Unfingerprintable, UnsupportedGraph) as refusal:
             return self._missed(args, kwargs, str(refusal), refusal)
+        # Of now: a refresh that meanwhile takes back what is resolved here puts others in their place.
+        records = self.records
         answer = self.handle.resolver.resolve(call)
         if isinstance(answer, Miss):
             answer = self._in_training(call, args, kwargs) or answer
@@ -104,7 +106,7 @@ class Attachment:
             call, record, answer.executable, self.original, args, kwargs
         ):
             self.handle.counters.verified()
-        self.records.add(record)
+        records.add(record)
         self.handle.counters.served(self.name, answer.executable.manifest.runner)
         self.handle.counters.hit(self.name)
         return record.execute(call.tensors)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from aotcache import compat
 from aotcache.config import Settings
-from aotcache.errors import NotStored, RecalledArtifact, ServiceUnavailable, StoreError
+from aotcache.errors import ConfigError, NotStored, RecalledArtifact, ServiceUnavailable, StoreError
 from aotcache.graph.region import Call, contiguous_parts
 from aotcache.key import KeyParts
 from aotcache.recall import Recalls
@@ -43,6 +43,9 @@ _FUNCTIONS = "aotcache.graph.functions."
 RECORD_LINE = "aotcache record -- <this program>, then aotcache warm on what that writes"
 """What builds what is missing where a spec has neither batches nor recorded calls."""
 
+_ASK_SECONDS = 2.0
+"""How long a step waits for a store that is asked what was recalled."""
+
 _NEAREST = 3
 """How many differing items of the nearest stored entry an error lists."""
 
@@ -60,6 +63,21 @@ class Resolved:
     """An opened artifact for a key."""
 
     executable: Executable
+
+
+class _Asking(threading.Thread):
+    """Asks a store what was recalled, while the steps of a run go on."""
+
+    def __init__(self, recalls: Recalls, store: Store) -> None:
+        super().__init__(name="aotcache-recalls", daemon=True)
+        self._recalls, self._store = recalls, store
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._recalls.check(self._store)
+        except Exception as failure:  # noqa: BLE001 - raised by who started it
+            self.failure = failure
 
 
 class Resolver:
@@ -91,6 +109,7 @@ class Resolver:
         self._known: dict[str, Manifest] = {}
         self._denied: dict[CacheKey, str] = {}
         self._held = False
+        self._asking: _Asking | None = None
         self._lock = threading.Lock()
 
     def resolve(self, call: Call) -> Resolved | Miss:
@@ -206,7 +225,7 @@ class Resolver:
                     trusted.append(manifest)
                 else:
                     problems.append(f"archive {manifest.digest[:12]} is not trusted: {problem}")
-        recalled = [(manifest, self._recalls.problem(manifest)) for manifest in trusted]
+        recalled = list(zip(trusted, self._recalls.problems(trusted), strict=True))
         problems += [problem for _, problem in recalled if problem is not None]
         return [manifest for manifest, problem in recalled if problem is None], problems
 
@@ -278,20 +297,29 @@ class Resolver:
     def recalled(self) -> dict[CacheKey, str]:
         """Ask the store what was recalled; why, by key, of what is served it must not be any more.
 
+        What a store that stalls says in the end, the next time tells.
+
         Raises:
             ConfigError: a trusted key's file cannot be understood.
         """
-        self._recalls.check(self.store)
-        found = {
-            key: self._recalls.problem(answer.executable.manifest)
-            for key, answer in list(self._answers.items())
-            if isinstance(answer, Resolved)
-        }
-        return {key: problem for key, problem in found.items() if problem is not None}
+        asking = self._asking
+        if asking is None or not asking.is_alive():
+            asking = self._asking = _Asking(self._recalls, self.store)
+            asking.start()
+            asking.join(_ASK_SECONDS)
+        if asking.failure is not None:
+            raise asking.failure
+        found = list(self._answers.items())
+        served = {key: a.executable.manifest for key, a in found if isinstance(a, Resolved)}
+        problems = zip(served, self._recalls.problems(served.values()), strict=True)
+        return {key: problem for key, problem in problems if problem is not None}
 
     def may_run(self, answer: Resolved) -> bool:
-        """Whether what was opened some time ago was not recalled since, as far as this host knows."""
-        return self._recalls.problem(answer.executable.manifest) is None
+        """Whether it is certain that what was opened some time ago was not recalled since; raises nothing."""
+        try:
+            return self._recalls.problem(answer.executable.manifest) is None
+        except ConfigError:
+            return False
 
     def drop(self, keys: Iterable[CacheKey]) -> None:
         """Serve these no more: their next calls are looked up again."""

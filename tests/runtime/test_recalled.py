@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from aotcache.errors import ArtifactMiss, RecalledArtifact, ServiceUnavailable
 from aotcache.graph.functions import function_regions
 from aotcache.manifest import Manifest
 from aotcache.recall import Recalls, publish_list
-from aotcache.runtime import registry
+from aotcache.recall_list import SignedList, next_list
+from aotcache.runtime import attachment, registry, resolve
 from aotcache.runtime.prefetch import prefetch
 from aotcache.runtime.resolve import Resolved, Resolver
 from aotcache.runtime.stats import Stats
@@ -316,6 +319,86 @@ def test_a_worker_that_must_not_run_eagerly_is_told_why(
         handle.refresh()
         with pytest.raises(ArtifactMiss, match="is recalled: wrong gradients on odd batches"):
             model(**probe.batch())
+
+
+@pytest.mark.slow
+def test_a_call_beside_a_refresh_leaves_nothing_of_what_was_recalled(
+    probe: Probe, operated: Place, key: SigningKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread refreshes between the look-up of the call and its record."""
+    model = probe.module.build()
+    with probe.attach(model) as handle:
+        _step(model, probe)
+        digests = handle.resolver.served.values()
+    make, refreshed = attachment.make_record, list[bool]()
+
+    with probe.attach(model, on_miss="eager") as handle:
+
+        def beside_a_refresh(*arguments: Any) -> Any:
+            if not refreshed:
+                refreshed.append(True)
+                recall(operated, key, *digests)
+                handle.refresh()
+            return make(*arguments)
+
+        monkeypatch.setattr(attachment, "make_record", beside_a_refresh)
+        _step(model, probe)
+        hits = handle.stats()["hits"]
+        assert hits == 1
+        _step(model, probe)
+        assert handle.stats()["hits"] == hits
+
+
+class Stalling:
+    """A store that says what is recalled there when it is let."""
+
+    url, own = "https://cache.example.org", False
+
+    def __init__(self, *documents: bytes) -> None:
+        self._documents, self.asked, self.let = documents, 0, threading.Event()
+
+    def recalls(self, of: Any = None) -> Sequence[bytes]:
+        self.asked += 1
+        assert self.let.wait(60)
+        return self._documents
+
+
+def test_a_step_waits_for_no_store_that_stalls_and_hears_what_it_says_in_the_end(
+    pair: Artifact, manifest: Manifest, key: SigningKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "_ASK_SECONDS", 0.05)
+    own = open_store(tmp_path / "own")
+    assert own.publish(manifest, pair.archive)
+    resolver = Resolver(own, settings().home, host.host_facts(), None, Stats())
+    answer = resolver.by_key(manifest.key)
+    assert isinstance(answer, Resolved)
+    resolver.settle({manifest.key: answer})
+    listed = next_list([], recall={manifest.digest: "bad"}, now=time.time(), seconds=DAY)
+    store = Stalling(SignedList.make(listed, key).document)
+    resolver.store = store  # type: ignore[assignment]
+    for _ in range(3):
+        assert resolver.recalled() == {}
+    assert store.asked == 1
+    store.let.set()
+    deadline = time.monotonic() + 60
+    while not (found := resolver.recalled()) and time.monotonic() < deadline:
+        pass
+    assert list(found) == [manifest.key]
+
+
+def test_what_is_open_does_not_come_into_use_while_nobody_can_tell_what_is_recalled(
+    pair: Artifact, manifest: Manifest, key: SigningKey, tmp_path: Path
+) -> None:
+    own = open_store(tmp_path / "own")
+    assert own.publish(manifest, pair.archive)
+    home = settings().home
+    resolver = Resolver(own, home, host.host_facts(), None, Stats())
+    answer = resolver.by_key(manifest.key)
+    assert isinstance(answer, Resolved)
+    publish_list(own, key, Recalls(home), recall={"e" * 64: "bad"}, seconds=DAY)
+    assert resolver.may_run(answer)
+    (settings().config_home / "trusted" / "spoilt.json").write_text("spoilt")
+    assert not resolver.may_run(answer)
 
 
 def test_ranks_drop_together_what_was_recalled_on_one_of_them() -> None:
