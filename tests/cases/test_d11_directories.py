@@ -51,7 +51,7 @@ def at(home: Path) -> dict[str, Any]:
 
 
 def examine(hatched: Hatchery, root: Path, keys: dict[str, str], home: Path) -> list[str]:
-    arguments = {"url": root.as_uri(), "acknowledged": keys, "replaced": []}
+    arguments = {"url": root.as_uri(), "acknowledged": keys}
     found: list[str] = hatched.run("tests.faults.acts:examine", arguments, **at(home)).answer
     return found
 
@@ -181,7 +181,7 @@ def test_two_users_with_umask_077_get_reasons_and_no_tracebacks(hatched: Hatcher
         == 0
     )
     # And what the first one has is as it was.
-    arguments = {"url": root.as_uri(), "acknowledged": {mine["key"]: mine["digest"]}, "replaced": []}
+    arguments = {"url": root.as_uri(), "acknowledged": {mine["key"]: mine["digest"]}}
     seen = hatched.run("tests.faults.acts:examine", arguments, **user(ONE, AOTCACHE_TRUST_SHARED_STORE="1"))
     assert seen.answer == []
 

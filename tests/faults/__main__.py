@@ -115,15 +115,7 @@ def _corruptions(count: int, seed: int) -> list[Tally]:
     from tests.faults import corruption
 
     say = _progress()
-    counts = corruption.run(count, seed, progress=lambda done: say(f"corruptions: {done} of {count}"))
-    tallies = []
-    for name, outcomes in sorted(counts.kinds.items()):
-        tally = Tally("bytes", name, rounds=sum(outcomes.values()), hit=sum(outcomes.values()))
-        tally.counts |= {"wrong": outcomes["wrong"], "unusable": outcomes["unhandled"]}
-        tally.notes = {what: outcomes[what] for what in ("opened", "missed", "refused")}
-        tallies.append(tally)
-    tallies[0].problems += counts.problems
-    return tallies
+    return corruption.run(count, seed, progress=lambda done: say(f"corruptions: {done} of {count}")).tallies()
 
 
 def _progress() -> Callable[[str], None]:

@@ -158,13 +158,15 @@ def read_lock(path: str) -> list[Any] | None:
     return [found.drafter, len(found.cells)]
 
 
-def examine(url: str, acknowledged: dict[str, str], replaced: list[str], tier: bool = False) -> list[str]:
+def examine(
+    url: str, acknowledged: dict[str, str], replaced: dict[str, list[str]] | None = None, tier: bool = False
+) -> list[str]:
     """What is wrong with a store: partial entries, wrong bytes, and what is not there though it was acknowledged.
 
     Args:
         url: Its address.
         acknowledged: Digests by key.
-        replaced: Keys whose entry somebody else may have replaced since.
+        replaced: Digests by key that may have taken an acknowledged one's place since.
         tier: Look through this host's copies.
     """
     store = open_store(url, tier=tier)
@@ -177,7 +179,7 @@ def examine(url: str, acknowledged: dict[str, str], replaced: list[str], tier: b
         there.setdefault(entry.key, set()).add(entry.manifest.digest)
         problems += _wrong_bytes(store, entry.manifest)
     for key, digest in acknowledged.items():
-        if not there.get(key) or (digest not in there[key] and key not in replaced):
+        if not there.get(key, set()) & {digest, *(replaced or {}).get(key, ())}:
             problems.append(f"lost: {key} with {digest} was acknowledged, and {there.get(key)} is there")
     return problems
 
@@ -363,7 +365,7 @@ def share(url: str, folder: str, rounds: int, keys: int, size: int, own: int) ->
         url: The directory.
         folder: Where the archives of all rounds lie.
         rounds, keys, size: How many rounds, entries in each, bytes of a member.
-        own: Which of the processes this is; they meet before every round.
+        own: Which of the processes this is.
 
     Returns:
         What went wrong, how often each injected error came, how often each was tried again.

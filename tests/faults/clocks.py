@@ -58,7 +58,7 @@ def clocks(
                     counted=False,
                 )
                 tally.rounds += 1
-                tally.hit += 1
+                tally.hit += any((of_server, of_signer, of_reader))
                 tally.took(published.seconds)
                 where = f"signer's {_said(of_signer)}, reader's {_said(of_reader)}: "
                 if published.status != 0:

@@ -34,7 +34,8 @@ from aotcache.store import open_store
 from aotcache.store.layout import ORIGIN
 from aotcache.trust import SigningKey, standing, trusted_keys
 from aotcache.types import Digest
-from tests.faults.corruption_kinds import KINDS, Entry, Scene
+from tests.faults.corruption_kinds import CONTROL, KINDS, Entry, Scene
+from tests.faults.tally import Tally
 from tests.runtime import artifacts
 
 OUTCOMES = ("opened", "missed", "refused", "wrong", "unhandled")
@@ -67,17 +68,32 @@ def _watch() -> None:
     sys.addaudithook(hook)
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What must not be.
+
+    Attributes:
+        kind: Of corruption.
+        where: The round, to make it again.
+        text: What was seen; "wrong:" is how it begins where other bytes were opened.
+    """
+
+    kind: str
+    where: str
+    text: str
+
+
 @dataclass
 class Counts:
     """What a run found.
 
     Attributes:
         kinds: For each kind of corruption how often it had each of `OUTCOMES`, of the entry that it hit.
-        problems: What must not be, a text for each, with the round's number to make it again.
+        problems: What must not be: of that entry, of the other one, and of what only looks.
     """
 
     kinds: dict[str, Counter[str]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
@@ -95,6 +111,19 @@ class Counts:
             for name, found in sorted(self.kinds.items())
         ]
         return [*lines, ("all", str(self.rounds), *(str(self.total(outcome)) for outcome in OUTCOMES))]
+
+    def tallies(self) -> list[Tally]:
+        """For the report: a tally for each kind, in which every problem counts."""
+        made = []
+        for name, outcomes in sorted(self.kinds.items()):
+            rounds = sum(outcomes.values())
+            tally = Tally("bytes", name, rounds=rounds, hit=0 if name == CONTROL else rounds)
+            for problem in self.problems:
+                if problem.kind == name:
+                    tally.note([problem.text], f"{problem.where}: ")
+            tally.notes = {what: outcomes[what] for what in ("opened", "missed", "refused")}
+            made.append(tally)
+        return made
 
 
 class _Folder:
@@ -149,7 +178,7 @@ class _World:
         found = self._found(scene, before, said, chance)
         counts.kinds.setdefault(name, Counter())[found] += 1
         where = f"round {number} of seed {seed}, {name}, {'signed' if signed else 'own'}"
-        counts.problems += [f"{where}: {problem}" for problem in said]
+        counts.problems += [Problem(name, where, text) for text in said]
 
     def _found(
         self, scene: Scene, before: dict[str, bytes | None], said: list[str], chance: random.Random

@@ -96,6 +96,9 @@ class Scene:
 Kind = Callable[[Scene], None]
 KINDS: dict[str, Kind] = {}
 
+CONTROL = "nothing"
+"""The kind that does no harm."""
+
 
 def _kind(name: str) -> Callable[[Kind], Kind]:
     def add(kind: Kind) -> Kind:
@@ -381,6 +384,6 @@ def _unpacked(scene: Scene) -> None:
     scene.unpacked = act
 
 
-@_kind("nothing")
+@_kind(CONTROL)
 def _nothing(scene: Scene) -> None:
     """The control: both are opened, or the other kinds show nothing."""

@@ -1,7 +1,8 @@
 """Counting a process's operations, and killing it between two of them.
 
 A profile function sees every call of the interpreter into C. Those that reach the kernel or
-another program count: files, sockets, locks, SQLite, PostgreSQL, obstore. So a process can be
+another program count: files, sockets, locks, SQLite, obstore. psycopg's own calls are none that it
+sees, so for PostgreSQL the function counts in which psycopg waits for an answer. So a process can be
 ended right before its n-th operation, in any of its threads, without a change to what it runs.
 """
 
@@ -15,13 +16,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import BuiltinFunctionType, FrameType
 from typing import Any
 
 NEVER = 1 << 62
 
 _MODULES = frozenset({"posix", "_io", "io", "fcntl", "_socket", "_ssl", "_sqlite3", "sqlite3", "shutil"})
-_PACKAGES = ("obstore", "psycopg_binary", "psycopg_c")
 _NOT = frozenset({"fspath", "getpid", "getuid", "urandom", "register_at_fork", "scandir", "text_encoding"})
 
 
@@ -87,22 +87,44 @@ def watched(slots: Slots) -> Iterator[None]:
 
 def _hook(view: memoryview) -> Any:
     known: dict[Any, bool] = {}
+    bucket, database = _bucket(), _database()
 
     def seen(frame: FrameType, event: str, called: Any) -> None:
-        if event != "c_call" or not view[0]:
+        if not view[0]:
             return
-        own = called.__self__
-        # Methods of one class share an answer; functions of one module do not.
-        mark = called if type(own).__name__ == "module" or own is None else (type(own), called.__name__)
-        counts = known.get(mark)
-        if counts is None:
-            counts = known[mark] = _counts(called)
+        if event == "call":
+            counts = id(frame.f_code) in database
+        elif event == "c_call":
+            own = called.__self__
+            # Methods of one class share an answer; functions of one module do not.
+            mark = called if type(own).__name__ == "module" or own is None else (type(own), called.__name__)
+            found = known.get(mark)
+            if found is None:
+                found = known[mark] = id(called) in bucket or _counts(called)
+            counts = found
+        else:
+            return
         if counts:
             view[1] = done = view[1] + 1
             if done >= view[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return seen
+
+
+def _bucket() -> frozenset[int]:
+    """The functions of obstore, which do not say of which module they are."""
+    module = sys.modules.get("obstore._obstore")
+    functions = () if module is None else vars(module).values()
+    return frozenset(id(one) for one in functions if isinstance(one, BuiltinFunctionType))
+
+
+def _database() -> frozenset[int]:
+    """The code of psycopg's functions in which it waits for what it has asked of a server."""
+    psycopg = sys.modules.get("psycopg")
+    if psycopg is None:
+        return frozenset()
+    return frozenset({id(psycopg.Connection.wait.__code__), id(psycopg.waiting.wait_conn.__code__)})
 
 
 def _counts(called: Any) -> bool:
@@ -115,4 +137,4 @@ def _counts(called: Any) -> bool:
         module = own.__module__
     else:
         module = type(own).__module__
-    return module in _MODULES or module.split(".")[0] in _PACKAGES
+    return module in _MODULES

@@ -144,6 +144,7 @@ class Publishing(Stage):
         self.seed = 0
         self.since = 0
         self.acknowledged: dict[str, str] = {}
+        self.tried: dict[str, list[str]] = {}
         self.url = ""
         self._watcher: tuple[Child, Path] | None = None
         self._seen: list[str] = []
@@ -155,11 +156,13 @@ class Publishing(Stage):
     def act(self) -> tuple[str, dict[str, Any]]:
         """See `Stage`."""
         if not self.url or self.since >= self.window:
-            self.url, self.since, self.acknowledged = self.new_store(), 0, {}
+            self.url, self.since, self.acknowledged, self.tried = self.new_store(), 0, {}, {}
         self.seed, self.since = self.seed + 1, self.since + 1
         archive = entries.written(self.around.folder / "archives", self.seed, self.size)
         if self.seed > 1:
             (self.around.folder / "archives" / f"{self.seed - 1}-{self.size}.pt2").unlink(missing_ok=True)
+        # Entries that replace each other have one name, and so one key.
+        name = f"replaced {self.since % 3}" if self.replaces else None
         arguments = {
             "url": self.url,
             "archive": str(archive),
@@ -167,21 +170,23 @@ class Publishing(Stage):
             "size": self.size,
             "sign": self.sign,
             "replace": self.replaces,
-            # Entries that replace each other have one name, and so one key.
-            "name": f"replaced {self.since % 3}" if self.replaces else None,
+            "name": name,
         }
+        wanted = entries.manifest_of(self.seed, self.size, name)
+        self.tried.setdefault(wanted.key, []).append(wanted.digest)
         return "tests.faults.acts:publish", arguments
 
     def done(self, acknowledged: list[dict[str, Any]]) -> None:
         """See `Stage`."""
         self.acknowledged |= {entry["key"]: entry["digest"] for entry in acknowledged}
+        for entry in acknowledged:
+            self.tried.pop(entry["key"], None)
 
     def check(self) -> list[str]:
         """See `Stage`."""
-        # A publish that was killed may have replaced what an earlier one had acknowledged.
-        replaced = list(self.acknowledged) if self.replaces else []
+        # A publish that was killed since may have replaced what was acknowledged; an earlier one may not.
         return [
-            *self.ask("examine", url=self.url, acknowledged=self.acknowledged, replaced=replaced),
+            *self.ask("examine", url=self.url, acknowledged=self.acknowledged, replaced=self.tried),
             *self.ask("examine_home"),
         ]
 
@@ -350,7 +355,7 @@ class Service(Publishing):
     def watched(self) -> list[str]:
         """See `Stage`."""
         behind = (self.server.folder / "store").as_uri()
-        problems = self.ask("examine", url=behind, acknowledged=self.acknowledged, replaced=[])
+        problems = self.ask("examine", url=behind, acknowledged=self.acknowledged)
         return problems + self.ask("examine_index", url=self.url, acknowledged=self.acknowledged)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.faults import corruption
@@ -11,6 +13,19 @@ from tests.runtime import artifacts
 @pytest.fixture(scope="session")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> corruption.Counts:
     return corruption.run(1000, 1, made=artifacts.pair(tmp_path_factory))
+
+
+def test_every_problem_is_in_the_report() -> None:
+    """Also those of the entry that was not hit, and of commands that only look."""
+    said = ["wrong: it was opened", "the entry that was left alone was missed", "unhandled: it raised"]
+    counts = corruption.Counts(
+        {"a": Counter(opened=2, wrong=1), "b": Counter(missed=1)},
+        [corruption.Problem("a", "round 1", text) for text in said],
+    )
+    first, second = counts.tallies()
+    assert (first.rounds, first.counts["wrong"], first.counts["unusable"]) == (3, 1, 2)
+    assert [problem.partition(": ")[2] for problem in first.problems] == said
+    assert (second.rounds, second.problems) == (1, [])
 
 
 @pytest.mark.slow
