@@ -83,13 +83,19 @@ def retire(config: Settings) -> SigningKey:
     """Drop the key before the one in use; it, once more.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or the one in use was not replaced yet.
     """
-    SigningKey.load(signing_key_path(config))
+    current = SigningKey.load(signing_key_path(config))
     kept = previous_key_path(config)
     if not kept.exists():
         raise ConfigError(f"no key is being replaced: there is no {kept}; aotcache keygen --rotate begins it")
     gone = SigningKey.load(kept)
+    if gone.public == current.public:
+        raise ConfigError(
+            f"{gone.public.fingerprint} is still the key in use: the rotation was broken off before it was replaced; "
+            "aotcache keygen --rotate goes on with it",
+            path=str(kept),
+        )
     try:
         kept.unlink()
     except OSError as error:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from aotcache.cli.contact import meet
 from aotcache.cli.entries import find
-from aotcache.cli.output import JsonFlag, StoreOption, count, emit_json, human_time, print_lines, print_table
+from aotcache.cli.output import (
+    JsonFlag,
+    StoreOption,
+    count,
+    emit_json,
+    err,
+    human_time,
+    print_lines,
+    print_table,
+)
 from aotcache.cli.quantities import duration
 from aotcache.config import settings
-from aotcache.errors import ConfigError, NotStored, StoreError
+from aotcache.errors import ConfigError, NotStored, ServiceError, StoreError
 from aotcache.recall import InForce, Recalls, publish_list
 from aotcache.recall_list import Recalled, RecallList, merged, require_reason
 from aotcache.rotation import signing_keys
@@ -64,20 +74,44 @@ def recall(
         return
     if renew and (what or lift or reason is not None):
         raise ConfigError("--renew changes nothing in the list: give it alone")
+    if not all(what or []):
+        raise ConfigError(
+            "a key or digest to recall or to lift is empty, as of a shell variable that is not set"
+        )
     meet(store)
     seconds = duration(expires).total_seconds()
     keys = signing_keys(settings())
     if lift:
         wanted = _known(what or [], known, opened, keys)
-        made = [publish_list(opened, key, known, lift=sorted(wanted), seconds=seconds) for key in keys]
+        made = _by_each(
+            keys, lambda key: publish_list(opened, key, known, lift=sorted(wanted), seconds=seconds)
+        )
     elif renew:
         made = _renew(opened, known, keys, seconds)
     else:
         text = _reason(reason)
         wanted = {_named(opened, one) for one in what or []}
         reasons = dict.fromkeys(sorted(wanted), text)
-        made = [publish_list(opened, key, known, recall=reasons, seconds=seconds) for key in keys]
+        made = _by_each(keys, lambda key: publish_list(opened, key, known, recall=reasons, seconds=seconds))
     _report(opened, "renewed" if renew else "lifted" if lift else "recalled", made, as_json)
+
+
+def _by_each(keys: Sequence[SigningKey], publish: Callable[[SigningKey], RecallList]) -> list[RecallList]:
+    """A list by each key. While one takes the other's place, a service may trust one of the two alone."""
+    made: list[RecallList] = []
+    refused: list[ServiceError] = []
+    for key in keys:
+        try:
+            made.append(publish(key))
+        except ServiceError as error:
+            if error.details.get("type") != "untrusted":
+                raise
+            refused.append(error)
+    if not made:
+        raise refused[0]
+    for refusal in refused:
+        err().print(Text(f"by one of this host's {len(keys)} keys alone: {refusal}"))
+    return made
 
 
 def _reason(given: str | None) -> str:
@@ -133,7 +167,7 @@ def _renew(store: Store, known: Recalls, keys: Sequence[SigningKey], seconds: fl
     having = [key for key in keys if known.by(key.public)]
     if not having:
         raise NotStored(f"this host's key has signed no recall list, neither in {store.url} nor elsewhere")
-    return [publish_list(store, key, known, seconds=seconds) for key in having]
+    return _by_each(having, lambda key: publish_list(store, key, known, seconds=seconds))
 
 
 def _report(store: Store, done: str, made: Sequence[RecallList], as_json: bool) -> None:

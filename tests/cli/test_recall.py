@@ -49,6 +49,9 @@ def test_what_is_recalled_is_listed_and_lifted(
     assert all(text in listed.out for text in (manifest.digest, "wrong gradients", "me", "expires"))
     (row,) = run("recall", "--json", *at).json["recalled"]
     assert (row["what"], row["reason"], row["signer"]) == (manifest.digest, "wrong gradients", "me")
+    empty = run("recall", "--lift", "", *at)
+    assert empty.code == 2
+    assert "is empty" in empty.err
     assert run("recall", "--lift", manifest.digest[:6], *at).code == 0
     assert run("recall", "--json", *at).json["recalled"] == []
 
@@ -238,6 +241,24 @@ def test_a_recall_at_a_service_needs_its_trust_and_then_holds(
     store.remote.session.close()  # type: ignore[attr-defined]
 
 
+def test_in_a_rotation_a_service_that_trusts_one_of_the_two_keys_is_told_by_that_one(
+    run: Any, key: SigningKey, service: Serving
+) -> None:
+    trusted_keys(settings()).add(service.signing_key.public, "service")
+    TrustedKeys(service.config_home / "trusted").add(key.public, "me")
+    run("keygen", "--rotate")
+    at = ["--store", service.url]
+    done = run("recall", A, "--reason", "bad", *at)
+    assert done.code == 0, done.err
+    assert "no key that this service trusts has signed it" in done.err
+    assert run("recall", "--renew", *at).code == 0
+    (row,) = run("recall", "--json", *at).json["recalled"]
+    assert (row["what"], row["signer"]) == (A, "me")
+    assert run("recall", "--lift", A, *at).code == 0
+    assert run("recall", "--json", *at).json["recalled"] == []
+    open_store(service.url).remote.session.close()  # type: ignore[attr-defined]
+
+
 # a new key
 
 
@@ -308,6 +329,9 @@ def test_a_rotation_that_was_killed_goes_on_with_the_same_key(
         patch.setattr("aotcache.rotation.os.replace", killed)
         run("keygen", "--rotate", "--name", "new")
     assert SigningKey.load(signing_key_path(settings())).public == key.public
+    early = run("keygen", "--retire")
+    assert early.code == 2
+    assert "is still the key in use" in early.err
     done = run("keygen", "--rotate", "--name", "new", "--json")
     assert done.code == 0, done.err
     assert [k.name for k in trusted_keys(settings()).list()] == ["me", "new"]
