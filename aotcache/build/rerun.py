@@ -15,11 +15,13 @@ from aotcache.build.report import Progress
 from aotcache.build.session import Session, open_session
 from aotcache.compat import Rejected, verdict
 from aotcache.compile.sandbox import Sandbox
-from aotcache.errors import AotcacheError, BuildError, NotStored, RejectedArtifact
+from aotcache.errors import AotcacheError, BuildError, NotStored, RecalledArtifact, RejectedArtifact
 from aotcache.manifest import Certificate, Manifest
+from aotcache.recall import recall_problem
 from aotcache.spec import Spec
 from aotcache.store.base import Store
 from aotcache.store.builds import shared
+from aotcache.store.refusal import refusal
 from aotcache.types import Digest, Variant
 
 _CERTIFICATE = TypeAdapter(Certificate)
@@ -90,7 +92,7 @@ def rerun(
 def _one(session: Session, row: Row, sandbox: Sandbox) -> Rerun:
     cell, started = row.cell, time.perf_counter()
     if row.state != "covered":
-        return Rerun(cell, None, None, None, 0.0)
+        return Rerun(cell, None, None, None if row.recalled is None else _not_run(row, row.recalled), 0.0)
     certificate: Certificate | None = None
     error: AotcacheError | None = None
     try:
@@ -119,16 +121,21 @@ def _openable(session: Session, row: Row) -> Manifest:
         raise NotStored(
             f"archive {row.digest} of {row.cell} is gone from {session.store.url} since it was looked up"
         )
-    if row.untrusted is not None:
-        raise RejectedArtifact(
-            f"archive {row.digest} of {row.cell} is not run: {row.untrusted}", digest=row.digest
-        )
-    if session.store.own and manifest.envelope is None:
-        session.store.require_own(manifest)
+    recalled = recall_problem(manifest, home=session.config.home)
+    if recalled is not None:
+        raise _not_run(row, recalled)
+    # Of this manifest: another one may have come with the same archive since the plan was made.
+    problem = refusal(session.store, manifest, session.config)
+    if problem is not None:
+        raise RejectedArtifact(f"archive {row.digest} of {row.cell} is not run: {problem}", digest=row.digest)
     answer = verdict(manifest, host.host_facts())
     if isinstance(answer, Rejected):
         raise RejectedArtifact(f"archive {row.digest} of {row.cell} is not run: {answer}", digest=row.digest)
     return manifest
+
+
+def _not_run(row: Row, recalled: str) -> RecalledArtifact:
+    return RecalledArtifact(f"what is stored for {row.cell} is not run: {recalled}", key=row.cell.key)
 
 
 def _archive(session: Session, manifest: Manifest, sandbox: Sandbox) -> Path:

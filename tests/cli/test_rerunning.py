@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 
 from aotcache.build import Cell, plan
+from aotcache.build.plan import Row
+from aotcache.build.rerun import rerun
+from aotcache.config import settings
 from aotcache.host import host_toolchain
 from aotcache.manifest import InputSlot, Manifest, OutputSlot
+from aotcache.recall import Recalls, publish_list
 from aotcache.store import Store, open_store
+from aotcache.trust import SigningKey, sign, trusted_keys
 from aotcache.types import sha256
-from tests.manifests import HOST, make_manifest
+from tests.manifests import HOST, copies, make_manifest
 
 LIBRARY = """
 #include <stddef.h>
@@ -162,3 +167,36 @@ def test_an_artifact_that_ends_its_process_costs_the_others_nothing(spec: Path, 
         assert cells[cell.key]["state"] == "not checked"
         assert cells[cell.key]["error"]["type"] == error
         assert said in cells[cell.key]["error"]["message"]
+
+
+def test_what_is_recalled_or_no_longer_signed_is_not_run(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that came after the store was looked at."""
+    monkeypatch.setenv("AOTCACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AOTCACHE_CONFIG_HOME", str(tmp_path / "config"))
+    key, store, archive = SigningKey.generate(), copies(tmp_path / "copies"), deadly_archive(tmp_path)
+    trusted_keys(settings()).add(key.public, "operator")
+    before, later, unsigned, _ = (row.cell for row in plan(spec, store=store))
+    for cell in (before, later, unsigned):
+        assert store.publish(sign(describe(cell, archive), key), archive[0])
+
+    def recall(cell: Cell) -> None:
+        publish_list(store, key, Recalls(settings().home), recall={cell.key: "bad"}, seconds=3600.0)
+
+    recall(before)
+
+    def meanwhile(row: Row) -> bool:
+        if row.cell.key == unsigned.key:
+            recall(later)
+            assert store.publish(describe(unsigned, archive), archive[0], replace=True)
+        return True
+
+    found = {one.cell.key: one for one in rerun(spec, store=store, wanted=meanwhile)}
+    for cell, error in (
+        (before, "RecalledArtifact"),
+        (later, "RecalledArtifact"),
+        (unsigned, "RejectedArtifact"),
+    ):
+        assert type(found[cell.key].error).__name__ == error
+        assert "is not run" in str(found[cell.key].error)
