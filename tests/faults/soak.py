@@ -19,7 +19,7 @@ from typing import Any
 from aotcache.trust import SigningKey, TrustedKeys
 from tests.faults import soak_audit
 from tests.faults.soak_operator import pin
-from tests.faults.soak_world import LIMIT, World, notes
+from tests.faults.soak_world import LIMIT, Journal, World, notes
 from tests.faults.tally import Tally
 from tests.services.postgres import Postgres
 from tests.services.s3 import s3_server
@@ -102,6 +102,7 @@ def _restart_again_and_again(
             else:
                 server.kill()
                 tally.hit += 1
+            crew.note_end_of_service()
         tally.rounds += 1
         crew.kill_one(draw)
 
@@ -155,6 +156,10 @@ class _Crew:
                     tally.note([f"unusable: {role[0]} {role[1]} ended with {process.returncode}"])
                     self._start(role)
             time.sleep(0.1)
+
+    def note_end_of_service(self) -> None:
+        """For the audit: what was going on there was never told to the end."""
+        Journal(Path(self._world.folder), "service").note("service ended")
 
     def kill_one(self, draw: random.Random) -> None:
         """As a power cut would, in the middle of whatever it does; another one takes its place."""

@@ -41,6 +41,7 @@ def look(server: Serving, bucket: Mapping[str, str], folder: Path) -> list[str]:
         found = [
             *_wrong_bytes(store, there, folder / "last.pt2"),
             *_lost(lines, there),
+            *_missing(lines),
             *_vanished(lines),
             *_used_although_recalled(lines),
             *_halves(server, store, there),
@@ -69,17 +70,40 @@ def _lost(lines: Sequence[Note], there: There) -> Iterator[str]:
     """An entry whose last publish was acknowledged is there, unless a collection could take it after that."""
     last = {line["number"]: line for line in lines if line["event"] == "published" and line["stored"]}
     for number, publish in last.items():
-        if there[number]:
-            continue
-        if number in PINNED:
-            yield f"lost: number {number} was acknowledged and pinned, and is gone"
-        elif not any(_could_take(line, publish) for line in _collections(lines)):
+        if not there[number] and not any(_could_take(line, publish) for line in _collections(lines)):
             yield f"lost: number {number} was acknowledged at {publish['at']:.1f}, and is gone by no rule"
 
 
+def _missing(lines: Sequence[Note]) -> Iterator[str]:
+    """What a builder did not find, a collection had taken since it was last acknowledged.
+
+    What is missed is built anew, so that at the end it is there again, however it was lost.
+    """
+    collections = list(_collections(lines))
+    last: dict[int, Note] = {}
+    for line in lines:
+        if line["event"] == "published" and line["stored"]:
+            last[line["number"]] = line
+        elif line["event"] == "missing" and line["number"] in last:
+            publish = last[line["number"]]
+            if publish["at"] <= line["asked"] and not any(
+                collection["began"] <= line["at"] and _could_take(collection, publish)
+                for collection in collections
+            ):
+                since = line["asked"] - publish["at"]
+                yield (
+                    f"lost: number {line['number']} was acknowledged {since:.1f} s before {line['who']} missed it, "
+                    "and had gone by no rule"
+                )
+
+
 def _collections(lines: Sequence[Note]) -> Iterator[Note]:
-    """All of them; of one whose process was killed, only its beginning."""
+    """All of them; of one whose process was killed, only its beginning.
+
+    Of one during which the service ended, what it removed until then may never have been told.
+    """
     pending: dict[str, Note] = {}
+    ends = [line["at"] for line in lines if line["event"] == "service ended"]
     for line in lines:
         if line["event"] == "collecting":
             if line["who"] in pending:
@@ -87,7 +111,8 @@ def _collections(lines: Sequence[Note]) -> Iterator[Note]:
             pending[line["who"]] = line
         elif line["event"] == "collected":
             pending.pop(line["who"], None)
-            yield line
+            unsure = any(line["began"] <= end <= line["at"] for end in ends)
+            yield {**line, "removed": None} if unsure else line
     yield from (_unheard(line) for line in pending.values())
 
 
@@ -98,7 +123,7 @@ def _unheard(line: Note) -> Note:
 def _could_take(collection: Note, publish: Note) -> bool:
     """Whether a collection has taken what was published, or may have, where nobody heard its answer."""
     age = collection["until"] - publish["began"]
-    if age < 0 or (collection["age"] is not None and age < collection["age"]):
+    if age < 0 or publish["number"] in PINNED or (collection["age"] is not None and age < collection["age"]):
         return False
     removed = collection["removed"]
     return removed is None or key(publish["number"]) in removed

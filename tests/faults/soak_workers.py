@@ -147,8 +147,10 @@ class Builder(Process):
 
     def build(self) -> None:
         """One number: looked for, and made if it is not there."""
-        number = self.draw.choice(wanted_now())
+        number, asked = self.draw.choice(wanted_now()), time.monotonic()
         found = self.remote.resolve([key(number)])[key(number)]
+        if not found:
+            self.journal.note("missing", number=number, asked=asked)
         self.recalls.learn(self.remote)
         there = [entry for entry in found if not self.recalled(entry)]
         if there and self.draw.random() > 0.1:
@@ -178,10 +180,8 @@ class Builder(Process):
                 raise
             self.counts["recalled meanwhile"] += 1
             return
-        told = time.monotonic()
         self.journal.note("published", number=number, digest=wanted.digest, began=began, stored=stored)
         self.counts["stored" if stored else "there already"] += 1
+        asked = time.monotonic()
         if not self.remote.resolve([wanted.key])[wanted.key]:
-            self.journal.note(
-                "gone", number=number, digest=wanted.digest, asked=began if not stored else told
-            )
+            self.journal.note("missing", number=number, asked=asked)
