@@ -27,6 +27,9 @@ from tests.services.serving import ROOT
 LIMIT = 300.0
 """Seconds that a warm of one region may take on a busy machine."""
 
+_COMPILING = 5
+"""Lines that a warm has said once it compiles: the first round is killed there, be it the only one."""
+
 _ORPHANS_SECONDS = 20.0
 """Within which a builder must have ended whose parent was killed."""
 
@@ -61,7 +64,8 @@ def compile_rounds(
     for number in range(rounds):
         who = "builder" if number % 3 == 2 else "parent"
         tally = tallies[who]
-        stages = _round(folder, home, tally, number, who, number % stages, chance.uniform(0, 0.8))
+        stage = (number + _COMPILING) % stages
+        stages = _round(folder, home, tally, number, who, stage, chance.uniform(0, 0.8))
         progress(f"{tally.name}: round {number + 1} of {rounds}, {len(tally.problems)} problems")
     return [tally for tally in tallies.values() if tally.rounds]
 
@@ -78,14 +82,17 @@ def _round(
     warm = _Warm(spec.path, store, home)
     warm.until_stage(stage)
     time.sleep(delay)  # anywhere in the stage, no race is waited for
-    builders = children(warm.process.pid)
-    victim = warm.process.pid if who == "parent" or not builders else builders[0]
+    builders = warm.builders(at_least=1 if who == "builder" else 0)
+    if builders:
+        tally.notes["beside a builder"] = tally.notes.get("beside a builder", 0) + 1
+    victims = builders[:1] if who == "builder" else [warm.process.pid]
     if warm.process.poll() is None:
-        tally.hit += 1
-        try:
-            os.kill(victim, signal.SIGKILL)
-        except ProcessLookupError:
-            tally.hit -= 1
+        for victim in victims:
+            try:
+                os.kill(victim, signal.SIGKILL)
+                tally.hit += 1
+            except ProcessLookupError:
+                continue
     status = warm.end()
     if who == "builder" and status not in (0, 1):
         tally.note([f"unusable: it ended with {status}"], where)
@@ -143,8 +150,9 @@ class _Warm:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line.rstrip())
+        with self.process.stdout as said:
+            for line in said:
+                self._lines.put(line.rstrip())
         self._lines.put("")
 
     def until_stage(self, number: int) -> None:
@@ -155,6 +163,15 @@ class _Warm:
             if not line:
                 return
             self.said.append(line)
+
+    def builders(self, at_least: int) -> list[int]:
+        """Its builders, once there are so many, or it has ended."""
+        ends = time.monotonic() + LIMIT
+        while True:
+            found = children(self.process.pid)
+            if len(found) >= at_least or self.process.poll() is not None or time.monotonic() > ends:
+                return found
+            time.sleep(0.01)
 
     def end(self) -> int:
         """Wait for its end; its exit status."""

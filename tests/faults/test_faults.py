@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import obstore
+import obstore.store
+import psycopg
 import pytest
 
+from tests.faults import dying
 from tests.faults.answers import answers
 from tests.faults.clocks import HOUR, clocks
 from tests.faults.compiles import compile_rounds
 from tests.faults.databases import databases
-from tests.faults.kills import kill_rounds
+from tests.faults.kills import kill_rounds, surroundings
 from tests.faults.racing import races
 from tests.faults.report import table, write_tables
-from tests.faults.stages import STAGES
+from tests.faults.stages import STAGES, Replacing
 from tests.faults.tally import KINDS, Tally
 
 
@@ -27,11 +33,49 @@ def test_a_process_killed_between_any_two_operations_loses_nothing_and_blocks_no
     assert sum(tally.hit for tally in tallies) > len(STAGES)
 
 
+def test_requests_to_a_bucket_and_to_a_database_are_operations(tmp_path: Path) -> None:
+    """Compiled code makes them, which says little of itself: a kill is to come between any two of these as well."""
+    bucket = obstore.store.MemoryStore()
+    obstore.put(bucket, "there", b"x")
+    requests: list[Callable[[], object]] = [
+        lambda: obstore.put(bucket, "new", b"x"),
+        lambda: obstore.get(bucket, "there"),
+        lambda: obstore.head(bucket, "there"),
+        lambda: obstore.copy(bucket, "there", "too"),
+        lambda: obstore.delete(bucket, "there"),
+        lambda: psycopg.connect("host=/nonexistent dbname=none"),
+    ]
+    for request in requests:
+        slots = dying.Slots.create(tmp_path / "slots")
+        slots.arm(dying.NEVER)
+        with dying.watched(slots), suppress(psycopg.OperationalError):
+            request()
+        assert slots.count == 1
+        slots.close()
+
+
+def test_a_replacement_that_is_undone_is_counted_as_lost(tmp_path: Path) -> None:
+    with surroundings(tmp_path) as around:
+        stage, refs = Replacing(around), dict[Path, bytes]()
+        with stage.ready():
+            for _ in range(4):  # the last one replaces the first one
+                call, arguments = stage.act()
+                stage.done(around.hatched.run(call, arguments, counted=False).acknowledged)
+                for ref in Path(stage.url.removeprefix("file://")).glob("refs/*/*/*.json"):
+                    refs.setdefault(ref, ref.read_bytes())
+            assert stage.check() == []
+            for ref, first in refs.items():
+                ref.write_bytes(first)
+            (problem,) = stage.check()
+            assert problem.startswith("lost: ")
+
+
 @pytest.mark.slow
 def test_a_warm_killed_in_a_compile_leaves_whole_entries_and_no_builder(tmp_path: Path) -> None:
     headers = Path(os.environ["AOTCACHE_HOME"], "headers")
-    for tally in compile_rounds(tmp_path, 1, seed=os.getpid(), headers=headers):
-        tally.require()
+    (tally,) = compile_rounds(tmp_path, 1, seed=os.getpid(), headers=headers)
+    tally.require()
+    assert (tally.hit, tally.notes) == (1, {"beside a builder": 1})
 
 
 @pytest.mark.slow
@@ -50,6 +94,7 @@ def test_whatever_a_server_answers_a_download_is_right_or_a_typed_error(tmp_path
 def test_a_database_that_goes_away_costs_time_and_no_entry(tmp_path: Path) -> None:
     for tally in databases(tmp_path, 1, locked_seconds=1.0):
         tally.require()
+        assert tally.hit == tally.rounds
 
 
 @pytest.mark.slow
