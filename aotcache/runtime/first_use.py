@@ -55,7 +55,7 @@ _SEED = 20_011
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """What one run gave: tensors of the result, gradient of each slot, new value of each slot that is changed."""
+    """What one run gave: tensors of the result, gradient of each slot, value afterwards of each that may change."""
 
     outputs: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
@@ -166,21 +166,30 @@ def _run(
     return _Results(
         [out.detach() for out in outputs],
         gradients,
-        {mutation.input: leaves[mutation.input].detach() for mutation in manifest.mutations},
+        {slot: leaves[slot].detach() for slot in _kept(call, manifest)},
     )
 
 
 def _stand_ins(call: Call, manifest: Manifest) -> list[torch.Tensor]:
     """Tensors with the call's values: of their own where a region may write, else in the same memory."""
-    written = {mutation.input for mutation in manifest.mutations}
+    kept = _kept(call, manifest)
     made = []
-    for slot, (tensor, kind) in enumerate(zip(call.tensors, call.kinds, strict=True)):
+    for slot, tensor in enumerate(call.tensors):
         stand_in = tensor.detach()
-        if (slot in written or kind == "buffer") and not _overlaps(tensor):
+        if slot in kept and not _overlaps(tensor):
             stand_in = relayout(stand_in, tensor.stride())
         wanted = tensor.requires_grad and not torch.is_inference_mode_enabled()
         made.append(stand_in.requires_grad_(wanted))
     return made
+
+
+def _kept(call: Call, manifest: Manifest) -> set[int]:
+    """Slots that may hold another value after the call: what the artifact says it writes, and every buffer.
+
+    Of what it does not say it writes, eager's new value would be missed in silence.
+    """
+    buffers = {slot for slot, kind in enumerate(call.kinds) if kind == "buffer"}
+    return buffers | {mutation.input for mutation in manifest.mutations}
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

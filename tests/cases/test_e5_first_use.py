@@ -94,6 +94,25 @@ def _fewer(manifest: Manifest) -> Manifest:
     return replace(manifest, inputs=tuple(slots))
 
 
+def _one_less(manifest: Manifest) -> Manifest:
+    """The same artifact, said to write one buffer's new value where another's goes afterwards."""
+    written = sorted(manifest.mutations, key=lambda m: m.late)
+    shapes = [manifest.inputs[m.input].shape for m in written]
+    last = next(i for i in reversed(range(len(written))) if shapes[i] in shapes[:i])
+    first = written[shapes.index(shapes[last])]
+    moved = replace(first, input=written[last].input)
+    return replace(manifest, mutations=tuple(moved if m == first else m for m in manifest.mutations))
+
+
+def test_a_buffer_that_the_artifact_leaves_as_it_was_is_refused(noisy: Warm, tmp_path: Path) -> None:
+    kept = [m for m in noisy.manifests("train") if m.region == "statistics"]
+    store = copy_store(noisy.store, tmp_path / "less", kept, _one_less)
+    model = build()
+    with aotcache.attach(model, noisy.spec, store=store, verify="first-use"):
+        with pytest.raises(DisagreesWithEager, match="the new value of"):
+            model.statistics(batch({"rows": ROWS}, "cpu")[1]["x"])
+
+
 @pytest.fixture
 def fewer(noisy: Warm, tmp_path: Path) -> str:
     drops = [m for m in noisy.manifests("train") if m.region == "drop"]
