@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WAITS = (0.01, 0.05, 0.2)
-"""Seconds before each further try."""
+WAITS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+"""Seconds before each further try. As many as it takes where one access in ten fails by chance, and reading
+a file is two of them."""
 
 REMOVING = ".removing-"
 """How the names of folders begin that are being removed; what stays of them is removed by `aotcache gc`."""

@@ -13,7 +13,7 @@ PROCESSES, KEYS, ROUNDS, SIZE = 16, 8, 20, 20_000
 LIMIT = 240.0
 """Seconds."""
 
-_MOODS: dict[str, Any] = {"stale": 0.05, "late": True, "busy": 1}
+_MOODS: dict[str, Any] = {"stale": 0.05, "late": 3, "busy": 1}
 
 
 def counted(answers: list[dict[str, Any]], what: str) -> Counter[str]:

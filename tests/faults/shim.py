@@ -28,13 +28,13 @@ injected: Counter[str] = Counter()
 _mine = threading.local()
 
 
-def network(root: str, stale: float, late: bool, busy: int, seed: int | None = None) -> None:
+def network(root: str, stale: float, late: int, busy: int, seed: int | None = None) -> None:
     """Have everything below `root` behave like files of a network file system, in this process.
 
     Args:
         root: The directory; what lies in a folder `locks` of it is on a local disk, as it must be.
         stale: How likely a read answers ESTALE.
-        late: Whether a name is not there once, for the first look after it was made by a rename or link.
+        late: For how many looks a name is not there after it was made by a rename or link.
         busy: How often the removal of each folder answers EBUSY.
         seed: For the same moods again.
     """
@@ -42,10 +42,10 @@ def network(root: str, stale: float, late: bool, busy: int, seed: int | None = N
 
 
 class _Moods:
-    def __init__(self, root: str, stale: float, late: bool, busy: int, chance: random.Random) -> None:
+    def __init__(self, root: str, stale: float, late: int, busy: int, chance: random.Random) -> None:
         self._root, self._stale, self._late, self._busy = root + os.sep, stale, late, busy
         self._chance = chance
-        self._fresh: set[str] = set()
+        self._fresh: Counter[str] = Counter()
         self._removals: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -85,8 +85,8 @@ class _Moods:
     def _look(self, path: Any) -> None:
         name = os.path.abspath(os.fsdecode(path))
         with self._lock:
-            late = name in self._fresh
-            self._fresh.discard(name)
+            late = self._fresh[name] > 0
+            self._fresh[name] -= late
         if late:
             injected["ENOENT"] += 1
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
@@ -105,7 +105,7 @@ class _Moods:
             answer = real(source, target, **named)
             if self._late and self._below(target):
                 with self._lock:
-                    self._fresh.add(os.path.abspath(os.fsdecode(target)))
+                    self._fresh[os.path.abspath(os.fsdecode(target))] = self._late
             return answer
 
         return naming
