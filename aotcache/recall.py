@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,8 @@ _AHEAD_SECONDS = 24 * 3600.0
 """A note from further in the future is not believed: the clock was wrong."""
 _TRIES = 20
 """Of publishing a list, where others by the same key come first."""
+_LONGEST_PAUSE = 0.5
+"""Seconds between two of them."""
 _UNSAVED: dict[Path, SignedList] = {}
 """Lists that this process could not write to where they belong."""
 _LOOKS = 5
@@ -405,7 +408,10 @@ def publish_list(
         StoreError: it could not be put there; then nothing has changed.
     """
     number = 0
-    for _ in range(_TRIES):
+    for tried in range(_TRIES):
+        if tried:
+            # Those who meet once would meet again and again: each waits for a time of its own.
+            time.sleep(random.uniform(0, min(_LONGEST_PAUSE, 0.01 * 2**tried)))
         before = _by(store, key.public)
         lists = [found.listed for found in (*before, *known.by(key.public))]
         made = next_list(lists, recall=recall, lift=lift, now=time.time(), seconds=seconds, after=number)
