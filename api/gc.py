@@ -57,18 +57,7 @@ def collect(body: GcRequest, service: ServiceOf, _: Admin) -> GcAnswer:
 
 
 def _row(decision: Decision) -> dict[str, object]:
-    c = decision.candidate
-    return {
-        "kind": c.kind,
-        "key": c.key,
-        "variant": c.variant or None,
-        "digest": c.digest,
-        "size": c.size,
-        "last_used": c.used,
-        "what": c.what or None,
-        "remove": decision.remove,
-        "reason": decision.reason,
-    }
+    return {**decision.to_json(), "remove": decision.remove}
 
 
 @router.get("/v1/pins", summary="What no collection removes", responses=ERRORS)

@@ -121,18 +121,7 @@ def _as_json(done: Collected) -> dict[str, Any]:
 
 
 def _row(decision: Decision) -> dict[str, Any]:
-    c = decision.candidate
-    return {
-        "kind": c.kind,
-        "place": c.place,
-        "key": c.key,
-        "variant": c.variant or None,
-        "digest": c.digest,
-        "size": c.size,
-        "last_used": c.used,
-        "what": c.what or None,
-        "reason": decision.reason,
-    }
+    return {**decision.to_json(), "place": decision.candidate.place}
 
 
 def _show(done: Collected) -> None:

@@ -123,6 +123,20 @@ class Decision:
     remove: bool
     reason: Reason
 
+    def to_json(self) -> dict[str, object]:
+        """What commands and services say of it."""
+        c = self.candidate
+        return {
+            "kind": c.kind,
+            "key": c.key,
+            "variant": c.variant or None,
+            "digest": c.digest,
+            "size": c.size,
+            "last_used": c.used,
+            "what": c.what or None,
+            "reason": self.reason,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
