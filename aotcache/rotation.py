@@ -7,12 +7,14 @@ new key one after the other.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from aotcache.config import Settings
 from aotcache.drafts import clear
 from aotcache.errors import ConfigError
 from aotcache.manifest import Manifest
+from aotcache.store.local import locked
 from aotcache.trust import SigningKey, sign, signing_key_path, trusted_keys, unfinished_key
 
 
@@ -53,7 +55,14 @@ def rotate(config: Settings, name: str) -> SigningKey:
 
     Raises:
         ConfigError: there is no key yet, or the one before it is still kept.
+        StoreError: another process is at it, and does not end.
     """
+    SigningKey.load(signing_key_path(config))  # before anything is made for the lock
+    with _alone(config):
+        return _rotate(config, name)
+
+
+def _rotate(config: Settings, name: str) -> SigningKey:
     path, kept = signing_key_path(config), previous_key_path(config)
     current = SigningKey.load(path)
     if kept.exists() and SigningKey.load(kept).public != current.public:
@@ -84,7 +93,14 @@ def retire(config: Settings) -> SigningKey:
 
     Raises:
         ConfigError: there is none, or the one in use was not replaced yet.
+        StoreError: another process is at it, and does not end.
     """
+    SigningKey.load(signing_key_path(config))
+    with _alone(config):
+        return _retire(config)
+
+
+def _retire(config: Settings) -> SigningKey:
     current = SigningKey.load(signing_key_path(config))
     kept = previous_key_path(config)
     if not kept.exists():
@@ -101,6 +117,11 @@ def retire(config: Settings) -> SigningKey:
     except OSError as error:
         raise ConfigError(f"cannot remove {kept}: {error.strerror}", path=str(kept)) from error
     return gone
+
+
+def _alone(config: Settings) -> AbstractContextManager[None]:
+    """No two steps of rotations of these keys at once on this host."""
+    return locked(config.locks, f"signing keys in {config.config_home}", config.lock_seconds)
 
 
 __all__ = ["previous_key_path", "retire", "rotate", "sign_with", "signing_keys"]

@@ -80,6 +80,8 @@ def recall(
         )
     meet(store)
     seconds = duration(expires).total_seconds()
+    if not seconds:
+        raise ConfigError("a list that expires at once leaves every host uncertain: give --expires some time")
     keys = signing_keys(settings())
     if lift:
         wanted = _known(what or [], known, opened, keys)

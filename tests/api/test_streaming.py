@@ -19,7 +19,8 @@ from tests.services.serving import Serving, serving
 MB = 1_000_000
 CLIENTS = 10
 SIZE = 50 * MB
-GROWTH = 64 * MB
+GROWTH = 100 * MB
+"""What two of the clients send."""
 BLOCK = bytes(range(250)) * 4000
 SECONDS = 120.0
 

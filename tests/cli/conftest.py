@@ -14,8 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from aotcache.cli.app import app
+from aotcache.config import settings
 from aotcache.manifest import Manifest
 from aotcache.store import Store, open_store
+from aotcache.trust import SigningKey, signing_key_path
 from aotcache.types import sha256
 from tests.manifests import make_manifest, write_archive
 
@@ -36,8 +38,9 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command with a home of its own; a bug in a command surfaces as itself."""
+    """Runs a command with a home and keys of its own; a bug in a command surfaces as itself."""
     monkeypatch.setenv("AOTCACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AOTCACHE_CONFIG_HOME", str(tmp_path / "config"))
 
     def invoke(*arguments: str) -> Outcome:
         result = CliRunner().invoke(app, [str(a) for a in arguments])
@@ -46,6 +49,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         return Outcome(result.exit_code, result.stdout, result.stderr)
 
     return invoke
+
+
+@pytest.fixture
+def key(run: Run) -> SigningKey:
+    """This host's signing key."""
+    assert run("keygen", "--name", "me").code == 0
+    return SigningKey.load(signing_key_path(settings()))
 
 
 @pytest.fixture

@@ -29,20 +29,6 @@ from tests.store.faulty import faulty
 _SECONDS = 60.0
 
 
-@pytest.fixture
-def run(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Commands with keys of their own, too."""
-    monkeypatch.setenv("AOTCACHE_CONFIG_HOME", str(tmp_path / "config"))
-    return run
-
-
-@pytest.fixture
-def key(run: Any) -> SigningKey:
-    """This host's signing key."""
-    assert run("keygen", "--name", "me").code == 0
-    return SigningKey.load(signing_key_path(settings()))
-
-
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with serving(tmp_path_factory.mktemp("service")) as server:

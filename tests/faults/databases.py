@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from tests.faults.hatchery import Child, Ended
 from tests.faults.kills import surroundings
 from tests.faults.stages import Server, Surroundings
 from tests.faults.tally import Tally
-from tests.services.postgres import Postgres, _options, _with_us
+from tests.services.postgres import Postgres
 
 LIMIT = 90.0
 """Seconds that one publish may take, all its tries included: 60 for a call, and what it waits before."""
@@ -24,7 +23,10 @@ COUNT = 40
 
 
 class Mortal(Postgres):
-    """A server of PostgreSQL that can be killed and started again over its data."""
+    """A server of PostgreSQL that can be killed and started again over its data, and keeps what it committed."""
+
+    def __init__(self) -> None:
+        super().__init__(synchronous_commit="on")
 
     def kill(self) -> None:
         """kill -9 of the server and of whatever serves a connection."""
@@ -35,25 +37,6 @@ class Mortal(Postgres):
             except ProcessLookupError:
                 continue
         self._server.wait(60)
-
-    def start(self) -> None:
-        """Start it where it was killed."""
-        with (self._folder / "log").open("ab") as log:
-            self._server = subprocess.Popen(
-                [
-                    *_with_us(),
-                    self._bin / "postgres",
-                    "-D",
-                    self._folder / "data",
-                    "-k",
-                    self._folder,
-                    *_options(),
-                ],
-                stdout=log,
-                stderr=log,
-                **self._as,  # type: ignore[call-overload]
-            )
-        self._wait()
 
 
 def databases(

@@ -63,9 +63,9 @@ class Stores:
         archive = self.folder / "again.pt2"
         blob = aotcache.open_store(source).blob_path(self.left_out.digest)
         assert blob is not None
-        shutil.copy(blob, archive)
-        with zipfile.ZipFile(archive, "a") as package:
-            package.comment = b"again"
+        with zipfile.ZipFile(blob) as old, zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as new:
+            for name in old.namelist():
+                new.writestr(name, old.read(name))
         data = archive.read_bytes()
         again = replace(self.left_out, digest=sha256(data), size=len(data))
         assert aotcache.open_store(self.other).publish(again, archive)

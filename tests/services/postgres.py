@@ -26,6 +26,14 @@ from aotcache.db.engine import Database
 
 _USER = "aotcache"
 _SECONDS = 60.0
+_FAST = {
+    "listen_addresses": "",
+    "max_connections": "200",
+    "fsync": "off",
+    "synchronous_commit": "off",
+    "full_page_writes": "off",
+    "shared_buffers": "64MB",
+}
 _MISSING = (
     "these tests need PostgreSQL's server programs, and none are in PATH or in /usr/lib/postgresql: "
     "run scripts/setup.sh, or apt-get install postgresql"
@@ -33,9 +41,14 @@ _MISSING = (
 
 
 class Postgres:
-    """One server of its own, on a socket in a folder of its own; nothing in it outlives the run."""
+    """One server of its own, on a socket in a folder of its own; nothing in it outlives the run.
 
-    def __init__(self) -> None:
+    Args:
+        settings: Of the server, over those that make tests fast.
+    """
+
+    def __init__(self, **settings: str) -> None:
+        self._settings = _FAST | settings
         self._bin = _programs()
         # Not below pytest's folder, which is for its user alone: root must run the server as another one.
         self._folder = Path(tempfile.mkdtemp(prefix="aotcache-pg-"))
@@ -49,9 +62,18 @@ class Postgres:
         self._run(
             "initdb", "-D", str(data), "-U", _USER, "-A", "trust", "-E", "UTF8", "--locale=C.UTF-8", "-N"
         )
-        with (self._folder / "log").open("wb") as log:
+        self.start()
+
+    def start(self) -> None:
+        """Start the server over its data, and wait until it answers."""
+        settings = [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
+        with (self._folder / "log").open("ab") as log:
             self._server = subprocess.Popen(
-                [*_with_us(), self._bin / "postgres", "-D", data, "-k", self._folder, *_options()],
+                [
+                    *_with_us(),
+                    *(self._bin / "postgres", "-D", self._folder / "data", "-k", self._folder),
+                    *settings,
+                ],
                 stdout=log,
                 stderr=log,
                 **self._as,  # type: ignore[call-overload]
@@ -104,18 +126,6 @@ class Postgres:
                 time.sleep(0.05)
             else:
                 return
-
-
-def _options() -> list[str]:
-    settings = {
-        "listen_addresses": "",
-        "max_connections": "200",
-        "fsync": "off",
-        "synchronous_commit": "off",
-        "full_page_writes": "off",
-        "shared_buffers": "64MB",
-    }
-    return [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
 
 
 def _with_us() -> list[str]:
