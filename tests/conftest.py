@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-_LONG = ("cases", "integration", "build", "loops", "service_e2e")
-"""Folders whose tests compile most."""
+_LONG = ("cases", "runtime", "integration", "build", "cli", "faults", "api")
+"""Folders whose tests take longest, the longest first."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,7 +72,8 @@ def warmed(_home_of_this_run: Path) -> Callable[..., str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long folders first, so that none is left for one process at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in _LONG)
+    order = {name: number for number, name in enumerate(_LONG)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -110,7 +110,7 @@ def _gone(pid: int) -> bool:
     [
         ("exit", "exit code 7", {}),
         ("segfault", "SIGSEGV", {}),
-        ("hang", "AOTCACHE_BUILD_SECONDS", {"AOTCACHE_BUILD_SECONDS": "20"}),
+        ("hang", "AOTCACHE_BUILD_SECONDS", {"AOTCACHE_BUILD_SECONDS": "12"}),
         ("memory", "AOTCACHE_BUILD_MEMORY", {"AOTCACHE_BUILD_MEMORY_GIB": "1"}),
     ],
 )

@@ -19,7 +19,7 @@ LADDER = (512, 1024)
 def ladder(specs: Path, warmed: Callable[..., str]) -> Warm:
     """TINY-D for one flat sample of up to 64 anchor blocks of 16."""
     spec = write_spec(specs / "ladder.toml", buckets={"batch": [1], "seq": LADDER}, modes=["train"], blocks=1)
-    return Warm(spec, warmed(spec, jobs=2))
+    return Warm(spec, warmed(spec))
 
 
 @pytest.mark.slow

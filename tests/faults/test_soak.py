@@ -1,4 +1,4 @@
-"""A minute of everything at once. `python -m tests.faults --soak-minutes 20` is the long one."""
+"""Two minutes of everything at once. `python -m tests.faults --soak-minutes 20` is the long one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults import soak
 def test_everything_that_was_acknowledged_outlives_a_service_that_is_killed_again_and_again(
     tmp_path: Path,
 ) -> None:
-    tally = soak.run(1.0, tmp_path, restart_seconds=15)
+    tally = soak.run(2.0, tmp_path, restart_seconds=30)
     tally.require()
     assert tally.acknowledged > 20
     for what in ("read", "stored", "collections", "copies collected", "recalls"):

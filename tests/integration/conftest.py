@@ -61,7 +61,7 @@ def _warm_once(_specs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def warm(name: str) -> Warmed:
         if name not in done:
             spec = aotcache.load_spec(_specs / f"{name}.toml")
-            report = aotcache.warm(spec, store=store, jobs=2)
+            report = aotcache.warm(spec, store=store)
             for failed in report.failed:
                 raise AssertionError(f"{failed.cell}: {failed.error}")
             spec.resolve_factory()
@@ -123,7 +123,7 @@ def models_of(transformers_specs: Path) -> Callable[[str], WarmedModel]:
     def warm(name: str) -> WarmedModel:
         if name not in done:
             spec = aotcache.load_spec(transformers_specs / f"{name}.toml")
-            report = aotcache.warm(spec, store=store, jobs=2)
+            report = aotcache.warm(spec, store=store)
             assert report.ok, [str(failed.error) for failed in report.failed]
             done[name] = WarmedModel(spec, store)
         return done[name]

@@ -39,7 +39,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory, warmed: Callable[..., str]) -
         regions=["layers.*"],
         buckets={"seq": drafter.BUCKETS},
     )
-    return Warm(spec, warmed(spec, jobs=2))
+    return Warm(spec, warmed(spec))
 
 
 @dataclass(frozen=True)
