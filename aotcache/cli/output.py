@@ -59,10 +59,13 @@ def plain(text: str) -> str:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines to stdout, without styles."""
+    """Print lines to stdout, without styles. What goes on after a line break of its own is indented.
+
+    So a text from a store never begins a line that would be taken for one of ours.
+    """
     console = out()
     for line in lines:
-        console.print(Text(plain(line)))
+        console.print(Text(plain(line).replace("\n", "\n    ")))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from aotcache.cli.output import Progress, human_bytes, human_time, print_table
+from aotcache.cli.output import Progress, human_bytes, human_time, print_lines, print_table
 
 PROGRAM = """
 from aotcache.cli.output import Progress
@@ -64,6 +64,11 @@ def test_a_narrow_terminal_cuts_what_is_being_done_and_not_how_far_it_is() -> No
     assert b"0:00:0" in shown
     assert b"export a very long" in shown
     assert b"name of a region a very" not in shown
+
+
+def test_a_text_with_line_breaks_begins_no_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    print_lines(["region a\nsigned by somebody trusted", "next"])
+    assert capsys.readouterr().out == "region a\n    signed by somebody trusted\nnext\n"
 
 
 def test_a_table_has_one_line_per_row_and_no_blanks_behind(capsys: pytest.CaptureFixture[str]) -> None:
