@@ -60,8 +60,7 @@ def _families(asked: argparse.Namespace) -> list[Family]:
     """What is to be run; each is imported when it is, because some of it loads torch."""
     seed, found = asked.seed, list[Family]()
     if asked.kill_rounds:
-        from tests.faults.kills import kill_rounds
-        from tests.faults.stages import STAGES
+        from tests.faults.kills import STAGES, kill_rounds
 
         wanted = asked.stages or [""]
         names = tuple(name for name in STAGES if any(text in name for text in wanted))

@@ -8,8 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from tests.faults import entries
-from tests.faults.kills import surroundings
-from tests.faults.stages import Server
+from tests.faults.surroundings import Server, surroundings
 from tests.faults.tally import Tally
 
 HOUR = 3600.0

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tests.faults import entries
 from tests.faults.hatchery import Child, Ended
-from tests.faults.kills import surroundings
-from tests.faults.stages import Server, Surroundings
+from tests.faults.surroundings import Server, Surroundings, surroundings
 from tests.faults.tally import Tally
 from tests.services.postgres import Postgres
 

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults.hatchery import Ended, Hatchery, hatchery
-from tests.faults.stages import STAGES, Stage, Surroundings
+from tests.faults.hatchery import Ended, Hatchery
+from tests.faults.hosting import (
+    Holding,
+    Keys,
+    LockFile,
+    Migrating,
+    MigratingPostgres,
+    Resuming,
+    Taking,
+    Trusting,
+    Unpacking,
+)
+from tests.faults.publishing import Bucket, Directory, Replacing, ServerKilled, Service
+from tests.faults.stages import Stage
+from tests.faults.surroundings import surroundings
 from tests.faults.tally import Tally
 
 LIMIT = 30.0
@@ -23,6 +35,15 @@ LIMIT = 30.0
 
 OUTSIDE = 4
 """Every how manyth round is killed at a random time, from outside, instead of at an operation."""
+
+
+STAGES: dict[str, type[Stage]] = {
+    stage.name: stage
+    for stage in (
+        Directory, Replacing, Bucket, Service, ServerKilled, Unpacking, Taking, Resuming, Migrating,
+        MigratingPostgres, Keys, Trusting, LockFile, Holding,
+    )
+}  # fmt: skip
 
 
 @dataclass
@@ -68,20 +89,6 @@ def kill_rounds(
             tallies.append(_stage(make(around), share, random.Random(seed), progress))
             counted(tallies)
         return tallies
-
-
-@contextmanager
-def surroundings(folder: Path) -> Iterator[Surroundings]:
-    """Where stages live: a home and a key of their own, and the process that forks."""
-    with ExitStack() as stack:
-        environment = {
-            "AOTCACHE_HOME": str(folder / "home"),
-            "AOTCACHE_CONFIG_HOME": str(folder / "config"),
-            "AOTCACHE_LEASE_SECONDS": "2",
-            "AOTCACHE_LOCK_SECONDS": "20",
-        }
-        hatched = stack.enter_context(hatchery(folder / "logs", environment=environment))
-        yield Surroundings(folder, hatched, stack)
 
 
 def _shared(rounds: int, weights: list[int]) -> list[int]:

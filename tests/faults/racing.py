@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import entries
-from tests.faults.kills import surroundings
-from tests.faults.stages import Server, Surroundings
+from tests.faults.surroundings import Server, Surroundings, surroundings
 from tests.faults.tally import Tally
 
 LIMIT = 30.0

@@ -17,10 +17,11 @@ from tests.faults.answers import answers
 from tests.faults.clocks import HOUR, clocks
 from tests.faults.compiles import compile_rounds
 from tests.faults.databases import databases
-from tests.faults.kills import kill_rounds, surroundings
+from tests.faults.kills import STAGES, kill_rounds
+from tests.faults.publishing import Replacing
 from tests.faults.racing import races
 from tests.faults.report import table, write_tables
-from tests.faults.stages import STAGES, Replacing
+from tests.faults.surroundings import surroundings
 from tests.faults.tally import KINDS, Tally
 
 
