@@ -57,7 +57,7 @@ def table(tallies: list[Tally], before: str = "") -> str:
             str(tally.hit),
             str(tally.acknowledged),
             *(str(tally.counts[kind]) for kind in KINDS),
-            f"{tally.slowest:.1f} / {tally.limit:g} s",
+            f"{tally.slowest:.1f} / {tally.limit:g} s" if tally.limit else "",
             ", ".join(f"{number} {what}" for what, number in tally.notes.items() if number),
         ]
     sums = [str(sum(int(cells[column]) for cells in lines.values())) for column in range(1, 4 + len(KINDS))]
