@@ -7,14 +7,16 @@ new key one after the other.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from aotcache.config import Settings
 from aotcache.drafts import clear
 from aotcache.errors import ConfigError
 from aotcache.manifest import Manifest
-from aotcache.store.local import locked
 from aotcache.trust import SigningKey, sign, signing_key_path, trusted_keys, unfinished_key
 
 
@@ -54,8 +56,7 @@ def rotate(config: Settings, name: str) -> SigningKey:
         name: What to call the new one in lists.
 
     Raises:
-        ConfigError: there is no key yet, or the one before it is still kept.
-        StoreError: another process is at it, and does not end.
+        ConfigError: there is no key yet, the one before it is still kept, or another process is at it.
     """
     SigningKey.load(signing_key_path(config))  # before anything is made for the lock
     with _alone(config):
@@ -92,8 +93,7 @@ def retire(config: Settings) -> SigningKey:
     """Drop the key before the one in use; it, once more.
 
     Raises:
-        ConfigError: there is none, or the one in use was not replaced yet.
-        StoreError: another process is at it, and does not end.
+        ConfigError: there is none, the one in use was not replaced yet, or another process is at it.
     """
     SigningKey.load(signing_key_path(config))
     with _alone(config):
@@ -119,9 +119,24 @@ def _retire(config: Settings) -> SigningKey:
     return gone
 
 
-def _alone(config: Settings) -> AbstractContextManager[None]:
-    """No two steps of rotations of these keys at once on this host."""
-    return locked(config.locks, f"signing keys in {config.config_home}", config.lock_seconds)
+@contextmanager
+def _alone(config: Settings) -> Iterator[None]:
+    """No two steps of rotations of these keys at once."""
+    path = config.config_home / ".rotation.lock"
+    lock = FileLock(path, timeout=config.lock_seconds, mode=0o600)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"{path} was not free within {config.lock_seconds:g} s: another keygen --rotate or --retire is at it",
+            path=str(path),
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", path=str(path)) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 __all__ = ["previous_key_path", "retire", "rotate", "sign_with", "signing_keys"]
