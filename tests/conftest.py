@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+# Before torch is loaded, for child processes as well: several test processes on a few cores would wait for
+# each other's spinning threads most of the time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _LONG = ("cases", "runtime", "integration", "build", "cli", "faults", "api")
 """Folders whose tests take longest, the longest first."""
 
