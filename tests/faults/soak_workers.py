@@ -151,7 +151,8 @@ class Builder(Process):
         found = self.remote.resolve([key(number)])[key(number)]
         if not found:
             self.journal.note("missing", number=number, asked=asked)
-        self.recalls.learn(self.remote)
+        if not self.sure(self.remote):
+            return
         there = [entry for entry in found if not self.recalled(entry)]
         if there and self.draw.random() > 0.1:
             return
