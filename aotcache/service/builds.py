@@ -23,6 +23,8 @@ State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 FAILED_SECONDS = 600.0
 """How long a failure is the answer to everybody who asks for the same entry."""
+_NOT_STORED = ("StoreError", "ServiceUnavailable")
+"""Failures of the store and not of the build, such as a full disk; they are nobody else's answer."""
 KEPT_SECONDS = 30 * 24 * 3600.0
 """How long builds that ended are kept."""
 MOST = 1000
@@ -332,7 +334,9 @@ class Builds:
                 Failure("NotStored", "the builder says that it is done, but has published nothing"),
                 False,
             )
-        queue.fail(session, row, error, again=retry, seconds=self._failed_seconds)
+        # That it could not be stored says nothing of the build: the next who asks has it tried anew.
+        seconds = 0.0 if error.type in _NOT_STORED else self._failed_seconds
+        queue.fail(session, row, error, again=retry, seconds=seconds)
 
     @contextmanager
     def _held(self, build: str, lease: str, token: int) -> Iterator[tuple[Session, BuildRow]]:

@@ -110,6 +110,19 @@ def test_a_failure_is_everybodys_answer_until_it_expires(builds: Builds, databas
     assert fresh.state == "queued"
 
 
+@pytest.mark.parametrize("kind", ["StoreError", "ServiceUnavailable"])
+def test_what_could_not_be_stored_is_tried_anew_for_the_next_who_asks(builds: Builds, kind: str) -> None:
+    """Case D11: nothing negative is kept of a full disk."""
+    full = Failure(kind, "cannot write: No space left on device")
+    first = asked(builds)
+    assert finished(builds, claimed(builds), full, retry=True).state == "queued"
+    failed = finished(builds, claimed(builds), full, retry=True)
+    assert (failed.state, failed.error) == ("failed", full)
+    fresh = asked(builds)
+    assert fresh.id != first.id
+    assert (fresh.state, fresh.attempts) == ("queued", 0)
+
+
 def test_a_failure_ends_where_the_entry_came_from_elsewhere(builds: Builds, index: Index) -> None:
     manifest = make_manifest()
     asked(builds, manifest.key)
