@@ -89,6 +89,7 @@ def test_a_home_that_is_full_is_named_and_opens_once_there_is_room(hatched: Hatc
         assert full.error.startswith("StoreError: ")
         assert str(disk / "home") in full.error
         assert "AOTCACHE_HOME" in full.error
+        assert "No space left on device" in full.error
         assert list((disk / "home" / "unpacked").iterdir()) == []
         ballast.unlink()
         assert hatched.run("tests.faults.acts:unpack", arguments, **at(disk / "home")).status == 0
@@ -116,6 +117,7 @@ def test_a_read_only_directory_serves_what_it_has(hatched: Hatchery, tmp_path: P
         assert refused.error is not None
         assert refused.error.startswith("StoreError: ")
         assert str(disk / "home") in refused.error
+        assert "Read-only file system" in refused.error
         remount(disk, "rw")
         assert publish(hatched, root, tmp_path, 2, **at(home)).answer is True
 

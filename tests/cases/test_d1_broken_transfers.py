@@ -148,6 +148,12 @@ def test_bytes_that_are_not_the_manifests_never_leave_this_host(far: Far) -> Non
         far.store.publish(far.manifest, far.archive)
     assert far.store.remote.lookup(far.manifest.key) == []
     assert far.copies() == []
+    if isinstance(far.store.remote, ObjectStore):
+        assert objects(far) == []
+    data[HALF] ^= 1
+    far.archive.write_bytes(data)
+    assert far.store.publish(far.manifest, far.archive)
+    assert far.store.remote.lookup(far.manifest.key) == [far.manifest]
 
 
 def test_wrong_bytes_in_a_bucket_are_never_copied_and_the_next_publish_heals_them(bucket: Far) -> None:

@@ -46,7 +46,7 @@ def test_every_process_ends_with_the_right_bytes_whatever_the_file_system_says(t
         # Who publishes nothing, and so may meet an entry at any moment, sees it whole or not at all.
         reader = hatched.begin(
             "tests.faults.acts:watch",
-            {"url": root.as_uri(), "stop": str(stop)},
+            {"url": root.as_uri(), "stop": str(stop), "replaced": False},
             before={"tests.faults.shim:network": {"root": str(root), "seed": PROCESSES, **_MOODS}},
             limit=LIMIT,
             counted=False,

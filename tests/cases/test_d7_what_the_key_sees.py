@@ -19,7 +19,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 import aotcache
 from aotcache import compat, host
 from aotcache.errors import ArtifactMiss
+from aotcache.graph import ambient
 from aotcache.manifest import Manifest
+from aotcache.runtime import registry
 from aotcache.spec import Spec
 from aotcache.types import Target
 from tests.cases import lora, switches, tiny
@@ -225,6 +227,13 @@ def test_every_part_of_target_and_toolchain_is_another_variant(tiny_d: Warm) -> 
     assert len({str(v) for v in (variant, *others)}) == len(others) + 1
 
 
+def test_tf32_of_a_gpu_is_seen_and_not_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {device: ambient.read(device) for device in ("cpu", "cuda")}
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not torch.backends.cuda.matmul.allow_tf32)
+    assert ambient.read("cuda") != before["cuda"]
+    assert ambient.read("cpu") == before["cpu"]
+
+
 Altered = Callable[[Any], Any]
 
 ALTERED: dict[str, tuple[Altered, str]] = {
@@ -249,6 +258,9 @@ def test_an_artifact_of_another_toolchain_or_host_is_never_opened(
     tiny_d: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[str], name: str
 ) -> None:
     change, reason = ALTERED[name]
+    # Nothing that an earlier test has opened is at hand.
+    monkeypatch.setattr(registry, "_opened", {})
+    monkeypatch.setattr(registry, "_libraries", {})
     store = copy_store(tiny_d.store, tmp_path / "store", tiny_d.manifests("infer"), change)
     monkeypatch.setenv("AOTCACHE_HOME", str(tmp_path / "home"))
     model = tiny.build()

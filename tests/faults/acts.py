@@ -196,10 +196,15 @@ def _wrong_bytes(store: Any, manifest: Any) -> Iterator[str]:
                 yield f"wrong: {manifest.key}: its archive has other bytes than it was made with"
 
 
-def watch(url: str, stop: str, tier: bool = False) -> dict[str, Any]:
+def watch(url: str, stop: str, tier: bool = False, replaced: bool = True) -> dict[str, Any]:
     """Read a store again and again beside those who write it, until a file appears.
 
-    An entry that is replaced between a look at its ref and one at its archive is no fault.
+    Args:
+        url: Its address.
+        stop: The file.
+        tier: Look through this host's copies.
+        replaced: Whether entries are replaced meanwhile: one that is, between a look at its ref and one at its
+            archive, is no fault.
     """
     problems: list[str] = []
     reads = 0
@@ -209,8 +214,8 @@ def watch(url: str, stop: str, tier: bool = False) -> dict[str, Any]:
             reads += 1
             if entry.manifest is None or entry.problem is not None:
                 again = [e for e in store.variants(entry.key) if e.variant == entry.variant]
-                if again and again[0].problem is not None:
-                    problems.append(f"partial: {entry.key}/{entry.variant}: {again[0].problem}")
+                if not replaced or (again and again[0].problem is not None):
+                    problems.append(f"partial: {entry.key}/{entry.variant}: {entry.problem}")
                 continue
             problems += _wrong_bytes(store, entry.manifest)
         time.sleep(0.01)

@@ -463,7 +463,9 @@ def test_what_was_changed_after_it_was_unpacked_is_made_anew(
         library.symlink_to(evil) if what == "a link to it" else evil.rename(library)
     answer = place.resolver().by_key(manifest.key)
     assert isinstance(answer, Resolved)
-    for path in place.opened():
+    opened = place.opened()
+    assert len(opened) == len(libraries)
+    for path in opened:
         name = Path(path).relative_to(folder).as_posix()
         assert hashlib.sha256(Path(path).read_bytes()).hexdigest() == manifest.members[name]
         assert not Path(path).is_symlink()
@@ -551,7 +553,7 @@ def test_an_unsigned_manifest_that_others_could_have_written_opens_nothing(
     """Also where its archive lies unpacked in a place of this user's, and is not read again."""
     root = tmp_path / "own"
     store = open_store(root)
-    first = pair.renamed("opened before")
+    first = pair.renamed(f"opened before, {part or 'root'}")
     assert store.publish(first, pair.archive)
     registry.open_artifact(first, store, tmp_path / "home")
     before = len(_dlopened)
