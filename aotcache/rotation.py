@@ -56,7 +56,8 @@ def rotate(config: Settings, name: str) -> SigningKey:
         name: What to call the new one in lists.
 
     Raises:
-        ConfigError: there is no key yet, the one before it is still kept, or another process is at it.
+        ConfigError: there is no key yet, it is not trusted here, the one before it is still kept, or another
+            process is at it.
     """
     SigningKey.load(signing_key_path(config))  # before anything is made for the lock
     with _alone(config):
@@ -71,6 +72,13 @@ def _rotate(config: Settings, name: str) -> SigningKey:
             f"{kept} is there already: the last rotation is not over. When every host trusts "
             f"{current.public.fingerprint}: aotcache keygen --retire",
             path=str(kept),
+        )
+    if all(key.key != current.public for key in trusted_keys(config).list()):
+        raise ConfigError(
+            f"{current.public.fingerprint}, the key in use, is not trusted here, and would go on signing beside the "
+            f"new one: if it has leaked, delete {path} and run aotcache keygen; else aotcache trust add "
+            f"{current.public.to_text()}",
+            path=str(path),
         )
     pending = unfinished_key(path)
     if pending.exists():

@@ -179,7 +179,11 @@ def make_signing_key(path: Path, trusted: TrustedKeys, name: str) -> SigningKey:
     pending = unfinished_key(path)
     if os.path.lexists(path):
         pending.unlink(missing_ok=True)
-        raise ConfigError(f"{path} is there already, and is left as it is", path=str(path))
+        raise ConfigError(
+            f"{path} is there already, and is left as it is; aotcache keygen --rotate replaces it step by step, and "
+            "one that has leaked is deleted by hand",
+            path=str(path),
+        )
     if os.path.exists(pending):
         clear(pending)
         key = SigningKey.load(pending)

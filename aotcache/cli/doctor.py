@@ -30,6 +30,7 @@ from aotcache.cli.output import (
     print_lines,
     print_table,
 )
+from aotcache.cli.recall import renewing
 from aotcache.compat import best
 from aotcache.config import settings
 from aotcache.errors import AotcacheError, RejectedArtifact
@@ -199,7 +200,8 @@ def _keys() -> Iterator[Finding]:
         yield Finding(
             "signing key",
             "note",
-            f"{public.fingerprint} at {path} is not trusted here; aotcache trust add {public.to_text()}",
+            f"{public.fingerprint} at {path} is not trusted here; if it has leaked, delete that file and run "
+            f"aotcache keygen, else aotcache trust add {public.to_text()}",
         )
 
 
@@ -222,7 +224,7 @@ def _recalls(store: Store) -> Iterator[Finding]:
     for signer, listed in lists:
         if stale is None and listed.expires < soon:
             when = human_time(listed.expires)
-            yield Finding("recalls", "note", f"the list by {signer} expires {when}: aotcache recall --renew")
+            yield Finding("recalls", "note", f"the list by {signer} expires {when}: {renewing(store)}")
     for key in recalls.uncounted():
         yield Finding("recalls", "note", f"lists by {key} do not count: it is not trusted (any more)")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -83,6 +84,7 @@ def recall(
     if not seconds:
         raise ConfigError("a list that expires at once leaves every host uncertain: give --expires some time")
     keys = signing_keys(settings())
+    wanted: set[str] = set()
     if lift:
         wanted = _known(what or [], known, opened, keys)
         made = _by_each(
@@ -95,7 +97,12 @@ def recall(
         wanted = {_named(opened, one) for one in what or []}
         reasons = dict.fromkeys(sorted(wanted), text)
         made = _by_each(keys, lambda key: publish_list(opened, key, known, recall=reasons, seconds=seconds))
-    _report(opened, "renewed" if renew else "lifted" if lift else "recalled", made, as_json)
+    _report(opened, "renewed" if renew else "lifted" if lift else "recalled", made, as_json, wanted)
+    still = _still(known, opened, wanted) if lift else []
+    if still:
+        for line in still:
+            err().print(Text(line))
+        raise typer.Exit(1)
 
 
 def _by_each(keys: Sequence[SigningKey], publish: Callable[[SigningKey], RecallList]) -> list[RecallList]:
@@ -172,14 +179,33 @@ def _renew(store: Store, known: Recalls, keys: Sequence[SigningKey], seconds: fl
     return _by_each(having, lambda key: publish_list(store, key, known, seconds=seconds))
 
 
-def _report(store: Store, done: str, made: Sequence[RecallList], as_json: bool) -> None:
+def renewing(store: Store) -> str:
+    """The command that signs a store's list anew."""
+    return shlex.join(["aotcache", "recall", "--renew", "--store", store.url])
+
+
+def _still(known: Recalls, store: Store, lifted: Iterable[str]) -> list[str]:
+    """What others' lists go on recalling of what was lifted."""
+    known.learn(store)
+    return [
+        f"{one.entry.what} is still recalled by {one.signer}: only that key lifts it; whoever trusts it no more is "
+        "not bound by it (aotcache trust remove)"
+        for one in known.in_force()
+        if one.entry.what in lifted
+    ]
+
+
+def _report(
+    store: Store, done: str, made: Sequence[RecallList], as_json: bool, what: Iterable[str] = ()
+) -> None:
     newest = made[0]
     if as_json:
         emit_json({"store": store.url, "done": done, "list": _list_json(newest)})
         return
     lines = [
+        *(f"{done}: {one}" for one in sorted(what)),
         f"{done}: recall list {newest.number} in {store.url}, with {count(len(newest.recalled), 'recall')}",
-        f"every host learns it with its next look-up; before {human_time(newest.expires)}: aotcache recall --renew",
+        f"every host learns it with its next look-up; before {human_time(newest.expires)}: {renewing(store)}",
         "hosts that use other stores do not see it: run the same with --store for each of them",
     ]
     print_lines(lines)
@@ -252,4 +278,4 @@ def _row_json(one: InForce) -> dict[str, Any]:
     }
 
 
-__all__ = ["EXPIRES", "recall"]
+__all__ = ["EXPIRES", "recall", "renewing"]

@@ -176,7 +176,7 @@ def _require_not_recalled(source: Store, manifests: Iterable[Manifest]) -> None:
     if refused:
         raise RecalledArtifact(
             f"{source.url}: {len(refused)} of the artifacts asked for are recalled, and nothing is copied; first: "
-            f"{refused[0][1]}; warm again to have another built",
+            f"{refused[0][1]}; warm again to have another built, unless the key itself is recalled",
             digests=[manifest.digest for manifest, _ in refused],
         )
 

@@ -83,6 +83,22 @@ def test_without_a_key_nothing_is_recalled_and_the_error_says_how_to_make_one(ru
     assert "aotcache keygen" in done.err
 
 
+def test_a_lift_that_leaves_anothers_recall_says_so(
+    run: Any, key: SigningKey, store: Store, tmp_path: Path
+) -> None:
+    other = SigningKey.generate()
+    trusted_keys(settings()).add(other.public, "colleague")
+    publish_list(store, other, Recalls(tmp_path / "colleague"), recall={A: "bad"}, seconds=86400.0)
+    done = run("recall", A, "--reason", "bad", "--store", store.url)
+    assert done.code == 0
+    assert f"recalled: {A}" in done.out
+    assert f"aotcache recall --renew --store {store.url}" in done.out
+    lifted = run("recall", "--lift", A, "--store", store.url)
+    assert lifted.code == 1
+    assert f"{A} is still recalled by " in lifted.err
+    assert "colleague" in lifted.err
+
+
 def test_only_who_recalled_lifts(run: Any, key: SigningKey, store: Store) -> None:
     other = SigningKey.generate()
     trusted_keys(settings()).add(other.public, "colleague")

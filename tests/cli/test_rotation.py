@@ -125,3 +125,15 @@ def test_of_two_rotations_at_once_one_is_refused(run: Any, key: SigningKey) -> N
     assert [one.public for one in trusted_keys(settings()).list()] == [
         k.to_text() for k in (key.public, made.public)
     ]
+
+
+def test_a_key_that_is_not_trusted_any_more_is_not_kept_by_a_rotation(run: Any, key: SigningKey) -> None:
+    """It may have leaked, and would sign beside the new one."""
+    assert run("trust", "remove", "me").code == 0
+    done = run("keygen", "--rotate")
+    assert done.code == 2
+    assert f"delete {signing_key_path(settings())} and run aotcache keygen" in done.err
+    assert [one.public for one in rotation.signing_keys(settings())] == [key.public]
+    assert "--rotate replaces it" in run("keygen").err
+    signing_key_path(settings()).unlink()
+    assert run("keygen", "--name", "new").code == 0
