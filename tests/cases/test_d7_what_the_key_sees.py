@@ -227,11 +227,16 @@ def test_every_part_of_target_and_toolchain_is_another_variant(tiny_d: Warm) -> 
     assert len({str(v) for v in (variant, *others)}) == len(others) + 1
 
 
-def test_tf32_of_a_gpu_is_seen_and_not_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_of_a_gpu_is_seen_and_not_that_of_a_cpu() -> None:
     before = {device: ambient.read(device) for device in ("cpu", "cuda")}
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not torch.backends.cuda.matmul.allow_tf32)
-    assert ambient.read("cuda") != before["cuda"]
-    assert ambient.read("cpu") == before["cpu"]
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = not allowed
+        found = {device: ambient.read(device) for device in ("cpu", "cuda")}
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    assert found["cuda"] != before["cuda"]
+    assert found["cpu"] == before["cpu"]
 
 
 Altered = Callable[[Any], Any]
