@@ -150,16 +150,11 @@ def _used_although_recalled(lines: Sequence[Note]) -> Iterator[str]:
 
 
 def _halves(server: Serving, store: HttpStore, there: There) -> Iterator[str]:
-    """The bucket itself, and the listing: both have what `resolve` says, and nobody is given a half.
-
-    A ref without its archive may lie in the bucket: a request that a killed server had sent is done after it is
-    gone. It was never acknowledged, nobody is given it, and a collection takes it once it is a day old.
-    """
+    """The bucket itself, and the listing: both have what `resolve` says, and no halves."""
     behind = open_store(server.store, tier=False)
     assert isinstance(behind, ObjectStore)
     for entry in behind.entries():
-        given = [m for m in behind.lookup(entry.key) if str(m.variant) == entry.variant]
-        if entry.problem is not None and (given or entry.manifest is None):
+        if entry.problem is not None:
             yield f"partial: {entry.key}/{entry.variant}: {entry.problem}"
     told = {(m.key, str(m.variant)) for entries in there.values() for m in entries}
     listed = {(m.key, str(m.variant)) for m in store.list()}
