@@ -59,14 +59,12 @@ def rotate(config: Settings, name: str) -> SigningKey:
         ConfigError: there is no key yet, it is not trusted here, the one before it is still kept, or another
             process is at it.
     """
-    SigningKey.load(signing_key_path(config))  # before anything is made for the lock
-    with _alone(config):
-        return _rotate(config, name)
+    with _alone(config) as current:
+        return _rotate(config, name, current)
 
 
-def _rotate(config: Settings, name: str) -> SigningKey:
+def _rotate(config: Settings, name: str, current: SigningKey) -> SigningKey:
     path, kept = signing_key_path(config), previous_key_path(config)
-    current = SigningKey.load(path)
     if kept.exists() and SigningKey.load(kept).public != current.public:
         raise ConfigError(
             f"{kept} is there already: the last rotation is not over. When every host trusts "
@@ -103,13 +101,11 @@ def retire(config: Settings) -> SigningKey:
     Raises:
         ConfigError: there is none, the one in use was not replaced yet, or another process is at it.
     """
-    SigningKey.load(signing_key_path(config))
-    with _alone(config):
-        return _retire(config)
+    with _alone(config) as current:
+        return _retire(config, current)
 
 
-def _retire(config: Settings) -> SigningKey:
-    current = SigningKey.load(signing_key_path(config))
+def _retire(config: Settings, current: SigningKey) -> SigningKey:
     kept = previous_key_path(config)
     if not kept.exists():
         raise ConfigError(f"no key is being replaced: there is no {kept}; aotcache keygen --rotate begins it")
@@ -128,8 +124,9 @@ def _retire(config: Settings) -> SigningKey:
 
 
 @contextmanager
-def _alone(config: Settings) -> Iterator[None]:
-    """No two steps of rotations of these keys at once."""
+def _alone(config: Settings) -> Iterator[SigningKey]:
+    """The key in use, while no other step of a rotation of these keys is taken."""
+    SigningKey.load(signing_key_path(config))  # where there is none, nothing is made for the lock
     path = config.config_home / ".rotation.lock"
     lock = FileLock(path, timeout=config.lock_seconds, mode=0o600)
     try:
@@ -142,7 +139,7 @@ def _alone(config: Settings) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", path=str(path)) from error
     try:
-        yield
+        yield SigningKey.load(signing_key_path(config))
     finally:
         lock.release()
 
