@@ -98,10 +98,10 @@ def recall(
         reasons = dict.fromkeys(sorted(wanted), text)
         made = _by_each(keys, lambda key: publish_list(opened, key, known, recall=reasons, seconds=seconds))
     _report(opened, "renewed" if renew else "lifted" if lift else "recalled", made, as_json, wanted)
-    still = _still(known, opened, wanted) if lift else []
+    still = [one for one in known.in_force() if lift and one.entry.what in wanted]
+    for one in still:
+        err().print(Text(f"not lifted: {_recalled_by(one)}"))
     if still:
-        for line in still:
-            err().print(Text(line))
         raise typer.Exit(1)
 
 
@@ -159,10 +159,7 @@ def _known(given: Sequence[str], known: Recalls, store: Store, keys: Sequence[Si
         if len(matches) != 1:
             others = [one for one in known.in_force() if one.entry.what.startswith(text.lower())]
             if not matches and others:
-                raise NotStored(
-                    f"{others[0].entry.what} was recalled by {others[0].signer}: only that key lifts it again; "
-                    "whoever trusts it no more is not bound by it (aotcache trust remove)"
-                )
+                raise NotStored(_recalled_by(others[0]))
             raise NotStored(
                 f"{len(matches)} recalled keys or digests begin with {text!r}, expected one; aotcache recall lists "
                 "them"
@@ -184,15 +181,11 @@ def renewing(store: Store) -> str:
     return shlex.join(["aotcache", "recall", "--renew", "--store", store.url])
 
 
-def _still(known: Recalls, store: Store, lifted: Iterable[str]) -> list[str]:
-    """What others' lists go on recalling of what was lifted."""
-    known.learn(store)
-    return [
-        f"{one.entry.what} is still recalled by {one.signer}: only that key lifts it; whoever trusts it no more is "
+def _recalled_by(one: InForce) -> str:
+    return (
+        f"{one.entry.what} was recalled by {one.signer}: only that key lifts it again; whoever trusts it no more is "
         "not bound by it (aotcache trust remove)"
-        for one in known.in_force()
-        if one.entry.what in lifted
-    ]
+    )
 
 
 def _report(

@@ -95,7 +95,7 @@ def test_a_lift_that_leaves_anothers_recall_says_so(
     assert f"aotcache recall --renew --store {store.url}" in done.out
     lifted = run("recall", "--lift", A, "--store", store.url)
     assert lifted.code == 1
-    assert f"{A} is still recalled by " in lifted.err
+    assert f"not lifted: {A} was recalled by " in lifted.err
     assert "colleague" in lifted.err
 
 
@@ -260,6 +260,3 @@ def test_in_a_rotation_a_service_that_trusts_one_of_the_two_keys_is_told_by_that
     assert run("recall", "--lift", A, *at).code == 0
     assert run("recall", "--json", *at).json["recalled"] == []
     open_store(service.url).remote.session.close()  # type: ignore[attr-defined]
-
-
-# a new key
