@@ -98,8 +98,8 @@ class Sandbox:
             "TMPDIR": str(staging),
             "TORCHINDUCTOR_CACHE_DIR": str(staging / "inductor"),
             "LOGNAME": _USER,
-            # Idle threads of OpenMP sleep. Spinning, two builders on two cores, or one beside training
-            # threads, were seen to take 17 times as long.
+            # Idle threads of OpenMP sleep, and take no core from builders and training beside this one: two
+            # processes of two threads each on two cores were seen to take 17 times as long spinning.
             "OMP_WAIT_POLICY": "PASSIVE",
         }
         (staging / f"torchinductor_{_USER}").symlink_to(headers, target_is_directory=True)

@@ -26,12 +26,9 @@ from tests.faults.hosting import (
     Unpacking,
 )
 from tests.faults.publishing import Bucket, Directory, Replacing, ServerKilled, Service
-from tests.faults.stages import Stage
+from tests.faults.stages import LIMIT, Stage
 from tests.faults.surroundings import surroundings
 from tests.faults.tally import Tally
-
-LIMIT = 30.0
-"""Seconds that an act may take, the one that is done again after a kill included."""
 
 OUTSIDE = 4
 """Every how manyth round is killed at a random time, from outside, instead of at an operation."""

@@ -10,7 +10,7 @@ from tests.faults.hatchery import Ended
 from tests.faults.surroundings import Surroundings
 
 LIMIT = 30.0
-"""Seconds that an act may take."""
+"""Seconds that an act may take, the one that is done again after a kill included."""
 
 
 class Stage:
