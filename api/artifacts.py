@@ -190,7 +190,8 @@ def _publish(
         )
     variant = str(manifest.variant)
     with (
-        service.leases.publishing(key, variant, claim),
+        service.publishes.begun(manifest) as publish,
+        service.leases.publishing(key, variant, claim) as session,
         # A delete of another entry with this archive waits, or has taken the archive along before it is looked for.
         service.database.exclusive("archive", manifest.digest),
     ):
@@ -198,9 +199,11 @@ def _publish(
         before = None if replace else service.store.entry(key, variant)
         if before is not None and before.manifest is not None:
             replace = service.recalls.problem(before.manifest.digest, key) is not None
+        publish.writing = True
         try:
             stored = service.store.put_ref(manifest, replace=replace)
         except NotStored as error:
+            publish.writing = False
             raise Refused(
                 "conflict",
                 f"archive {manifest.digest} of key {key} is not here yet: PUT /v1/blobs/{manifest.digest} first",
@@ -211,6 +214,7 @@ def _publish(
         entry = service.store.entry(key, variant)
         if entry is not None and entry.usable is not None:
             service.index.add(entry.usable, entry.usable.document(), modified=entry.modified)
+            publish.entered(session)
     return stored
 
 

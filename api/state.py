@@ -20,6 +20,7 @@ from aotcache.service.deaths import Deaths
 from aotcache.service.gc import Collector
 from aotcache.service.index import Index
 from aotcache.service.leases import Leases
+from aotcache.service.publishes import Publishes
 from aotcache.service.recalls import ServiceRecalls
 from aotcache.service.specs import Specs
 from aotcache.service.tokens import Tokens
@@ -82,6 +83,7 @@ class Service:
         self.database = Database(config.database)
         self.index = Index(self.database)
         self.leases = Leases(self.database, seconds=config.lease_seconds)
+        self.publishes = Publishes(self.database, self.index, store)
         self.collector = Collector(self.database, self.index, self.leases, store)
         self.builds = Builds(self.database, self.leases, failed_seconds=config.failed_seconds)
         self.watching = Watching(self.builds)

@@ -138,6 +138,19 @@ class BlobRow(Base):
     stored: Mapped[float] = mapped_column(Double)
 
 
+class PublishRow(Base):
+    """One publish whose ref may be written and whose row in `artifacts` is not. Gone when it is."""
+
+    __tablename__ = "publishes"
+    __table_args__ = (Index("ix_publishes_digest", "digest"), Index("ix_publishes_began", "began"))
+
+    id: Mapped[str] = mapped_column(_ID, primary_key=True)
+    key: Mapped[str] = mapped_column(_HEX64)
+    variant: Mapped[str] = mapped_column(_VARIANT)
+    digest: Mapped[str] = mapped_column(_HEX64)
+    began: Mapped[float] = mapped_column(Double)
+
+
 class DeathRow(Base):
     """One worker that died with an archive. `at` is by its own clock; `id` is its own, so that none counts twice."""
 

@@ -23,6 +23,7 @@ from aotcache.errors import BadCursor
 from aotcache.service.cursors import pack, unpack
 from aotcache.service.index import Index
 from aotcache.service.leases import Leases
+from aotcache.service.publishes import Publishes
 from aotcache.store import layout
 from aotcache.store.clients import Info
 from aotcache.store.evict import DAY, Candidate, Decision, Limits, Planner, Protected
@@ -81,6 +82,7 @@ class Collector:
         self._database = database
         self._index = index
         self._leases = leases
+        self._publishes = Publishes(database, index, store)
         self._store = store
 
     def round(
@@ -130,7 +132,7 @@ class Collector:
         )
 
     def remove(self, key: CacheKey, variant: str, *, planned: Candidate | None = None) -> tuple[bool, int]:
-        """Remove an entry, and its archive if the index knows no other that names it.
+        """Remove an entry, and its archive if no other is known that names it.
 
         Args:
             key, variant: The entry.
@@ -156,11 +158,15 @@ class Collector:
                 gone = store.delete_ref(key, variant) or planned is not None
                 indexed = index.remove(key, variant)
                 # The index knows who else names it; where it did not know this entry, it may lack others.
-                if digest is not None and indexed and not index.names(digest):
+                if digest is not None and indexed and not self._named(digest):
                     size = store.blob_size(digest)
                     store.delete_blob(digest)
                     return gone, size or 0
         return gone, 0
+
+    def _named(self, digest: Digest) -> bool:
+        """Whether an entry has this archive; holds to the end of `exclusive("archive", digest)`."""
+        return self._index.names(digest) or self._publishes.names(digest)
 
     def _changed(self, session: Session, planned: Candidate, digest: Digest | None) -> bool:
         assert planned.key is not None
@@ -345,7 +351,7 @@ class Collector:
         with self._database.exclusive("archive", digest):
             there = self._store.client.head(info.path)
             again = there is not None and time.time() - there.modified <= DAY
-            if again or self._index.names(digest) or self._store.is_pinned(digest):
+            if again or self._named(digest) or self._store.is_pinned(digest):
                 work.decided([Decision(candidate, False, "busy")])
                 return
             self._store.delete_blob(digest)

@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
+from aotcache.errors import DatabaseError
 from aotcache.key import Component, KeyParts
 from aotcache.manifest import Manifest
 from aotcache.trust import SigningKey, sign
@@ -71,6 +72,26 @@ def test_an_etag_saves_reading_a_key_again(api: Api) -> None:
     )
     assert changed.status_code == 200
     assert len(changed.json()["variants"]) == 2
+
+
+def test_a_publish_that_the_index_did_not_take_keeps_its_archive(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ref is written by then. Another entry that shares the archive may go; the same request enters this one."""
+    twin, broken = api.publish(b"shared", call="twin"), api.manifest(b"shared", call="broken off")
+
+    def away(*_: object, **__: object) -> None:
+        raise DatabaseError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(api.service.index, "add", away)
+        assert put(api, broken).status_code == 503
+    assert api.client.delete(f"/v1/artifacts/{twin.key}").json() == {"deleted": 1}
+    assert api.client.get(f"/v1/blobs/{broken.digest}").content == b"shared"
+    assert put(api, broken).json() == {"stored": False}
+    assert api.client.post("/v1/resolve", json={"keys": [broken.key]}).json()["found"]
+    assert api.client.delete(f"/v1/artifacts/{broken.key}").json() == {"deleted": 1}
+    assert api.client.get(f"/v1/blobs/{broken.digest}").status_code == 404
 
 
 def test_a_thousand_keys_are_one_statement(api: Api) -> None:
