@@ -26,6 +26,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from aotcache.compile.graphs import clean_trace, output_nodes, replaced
+from aotcache.compile.headers import without_regex
 from aotcache.compile.host_contract import cpu_level
 from aotcache.compile.pair import example_inputs
 from aotcache.compile.rewrite import own_constants, pad_booleans_as_integers
@@ -107,8 +108,8 @@ def _header_folder() -> Path:
     return Path(_HEADER_DIR)
 
 
-def _include_folder() -> str:
-    return str(Path(torch.__file__).parent / "include")
+def _include_folder() -> Path:
+    return Path(torch.__file__).parent / "include"
 
 
 def compiler_version() -> str:
@@ -240,6 +241,10 @@ def compile_pair(
         f"march={_LEVELS[cpu_level(target)].march}",
         f"ffile-prefix-map={_include_folder()}={_TORCH_ROOT}",
     ]
+    # Builders share the folder of precompiled headers, which torch keys by all flags: it is theirs by its own name.
+    lighter = without_regex(_include_folder(), _header_folder().resolve().parent, called=_TORCH_ROOT)
+    if lighter is not None:
+        flags.append(f"I{lighter}")
     packed: dict[str, list[str]] = {}
     libraries: list[Path] = []
     runner: Literal["native", "torch"] = "native"
