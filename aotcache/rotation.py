@@ -67,8 +67,8 @@ def _rotate(config: Settings, name: str, current: SigningKey) -> SigningKey:
     path, kept = signing_key_path(config), previous_key_path(config)
     if kept.exists() and SigningKey.load(kept).public != current.public:
         raise ConfigError(
-            f"{kept} is there already: the last rotation is not over. When every host trusts "
-            f"{current.public.fingerprint}: aotcache keygen --retire",
+            f"{kept} is there already: the last rotation is not over. When your stores are signed by "
+            f"{current.public.fingerprint} too (aotcache sign), and every host trusts it: aotcache keygen --retire",
             path=str(kept),
         )
     if all(key.key != current.public for key in trusted_keys(config).list()):

@@ -73,9 +73,9 @@ def _read_recalls(service: Service) -> None:
 
 def _refresh(service: Service) -> None:
     _read_recalls(service)
-    service.publishes.finish()
     service.metrics.totals(service.index.totals())
     service.metrics.builds(service.builds.counts())
+    service.publishes.finish()
 
 
 @asynccontextmanager

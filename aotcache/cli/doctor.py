@@ -36,6 +36,7 @@ from aotcache.config import settings
 from aotcache.errors import AotcacheError, RejectedArtifact
 from aotcache.manifest import Manifest
 from aotcache.recall import Recalls
+from aotcache.rotation import previous_key_path
 from aotcache.store import Entry, Store, open_store
 from aotcache.store.circuit import circuit_for
 from aotcache.trust import SigningKey, signing_key_path, trusted_keys
@@ -194,6 +195,13 @@ def _keys() -> Iterator[Finding]:
     except AotcacheError as error:
         yield Finding("signing key", "fail", str(error))
         return
+    if previous_key_path(config).exists():
+        yield Finding(
+            "signing key",
+            "note",
+            "a rotation is open, and the key before it signs too: when your stores are signed by both (aotcache "
+            "sign), and every host trusts the new one, aotcache keygen --retire",
+        )
     if any(key.key == public for key in trusted):
         yield Finding("signing key", "ok", f"{public.fingerprint} at {path}, trusted here")
     else:
@@ -255,7 +263,7 @@ def _store(store: Store, entries: list[Entry]) -> Finding:
     unreached = circuit_for(store.url).unreached
     if unreached is not None:
         return Finding("store", "fail", f"{unreached}; of its entries this host has {usage.refs}")
-    return Finding("store", "ok", f"{store.url}: {usage.refs} entries, {human_bytes(usage.bytes)}")
+    return Finding("store", "ok", f"{store.url}: {count(usage.refs, 'entry')}, {human_bytes(usage.bytes)}")
 
 
 def _with_taken(

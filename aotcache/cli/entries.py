@@ -16,6 +16,7 @@ from aotcache.cli.deaths import KnownDeaths
 from aotcache.cli.output import (
     JsonFlag,
     StoreOption,
+    count,
     emit_json,
     err,
     human_bucket,
@@ -143,7 +144,11 @@ def ls(
     print_table(columns, (_row(e, deaths.number(e)) for e in found))
     problems = (recalls.problem(e.manifest) for e in found if e.manifest is not None)
     print_lines(dict.fromkeys(problem for problem in problems if problem is not None))
-    print_lines([f"{usage.refs} entries, {usage.blobs} archives, {human_bytes(usage.bytes)} in {where}"])
+    print_lines(
+        [
+            f"{count(usage.refs, 'entry')}, {count(usage.blobs, 'archive')}, {human_bytes(usage.bytes)} in {where}"
+        ]
+    )
 
 
 def _matches(entry: Entry, pattern: str) -> bool:

@@ -130,7 +130,7 @@ def _show(done: Collected) -> None:
         columns = ("", "what", "", "size", "last used", "why")
         print_table(columns, (_cells(decision) for decision in shown))
     kinds = Counter(decision.candidate.kind for decision in done.removed)
-    what = [f"{kinds['entry']} {'entry' if kinds['entry'] == 1 else 'entries'}"]
+    what = [count(kinds["entry"], "entry")]
     what += [count(kinds["archive"], "archive") + " without one"] * bool(kinds["archive"])
     what += [count(kinds["unpacked"], "unpacked folder")] * bool(kinds["unpacked"])
     said = "would remove" if done.dry_run else "removed"

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from aotcache.cli.entries import SHORT, recalls_in
-from aotcache.cli.output import JsonFlag, Progress, StoreOption, emit_json, print_lines
+from aotcache.cli.output import JsonFlag, Progress, StoreOption, count, emit_json, print_lines
 from aotcache.config import settings
 from aotcache.errors import AotcacheError
 from aotcache.manifest import Manifest
@@ -53,7 +53,7 @@ def sign(store: StoreOption = None, as_json: JsonFlag = False) -> None:
         emit_json({"store": opened.url, "signed": done, "left": left, "recall_lists": lists})
     else:
         whole = len(entries) - len(signed) - len(left)
-        of = f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'} in {opened.url}"
+        of = f"{count(len(entries), 'entry')} in {opened.url}"
         print_lines(
             [f"of {of}: {len(signed)} signed now, {whole} were already, {len(left)} left as they are"]
         )

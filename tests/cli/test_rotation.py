@@ -38,6 +38,10 @@ def test_a_rotation_signs_with_both_keys_until_the_old_one_is_retired(
     assert again.code == 2
     assert "aotcache keygen --retire" in again.err
 
+    def told() -> bool:
+        return "a rotation is open" in run("doctor").out
+
+    assert told()
     second = publish(own, tmp_path, "second", call="second")
     run("fetch", second.key, "--store", own.url, "--to", elsewhere.url)
     both = {key.public.fingerprint, new.public.fingerprint}
@@ -57,6 +61,7 @@ def test_a_rotation_signs_with_both_keys_until_the_old_one_is_retired(
 
     assert run("keygen", "--retire").code == 0
     assert run("keygen", "--retire").code == 2
+    assert not told()
     assert [path.name for path in (tmp_path / "config").glob("*.pem*")] == ["signing.pem"]
     run("trust", "remove", "me")
     # Whoever trusts the new key alone opens both, and refuses what the old one had recalled.
