@@ -199,11 +199,12 @@ def _publish(
         before = None if replace else service.store.entry(key, variant)
         if before is not None and before.manifest is not None:
             replace = service.recalls.problem(before.manifest.digest, key) is not None
-        publish.writing = True
+        publish.write(session)
         try:
             stored = service.store.put_ref(manifest, replace=replace)
         except NotStored as error:
-            publish.writing = False
+            # It may also have gone after the ref was written.
+            publish.writing = service.store.entry(key, variant) is not None
             raise Refused(
                 "conflict",
                 f"archive {manifest.digest} of key {key} is not here yet: PUT /v1/blobs/{manifest.digest} first",
@@ -227,12 +228,11 @@ def remove(
 ) -> Deleted:
     """All variants of a key, or one. Archives that no other entry of the index names go with them."""
     name = CacheKey(key)
-    deleted = 0
-    for entry in list(service.store.variants(name)):
-        if variant in (None, entry.variant):
-            deleted += service.collector.remove(name, entry.variant)[0]
-    service.index.remove(name, variant)
-    return Deleted(deleted=deleted)
+    stored = {entry.variant for entry in service.store.variants(name)}
+    # Rows without a ref go as well, under the same locks: one may be published meanwhile.
+    indexed = {reference.variant for reference in service.index.resolve([name])[name]}
+    which = sorted(v for v in stored | indexed if variant in (None, v))
+    return Deleted(deleted=sum(service.collector.remove(name, v)[0] for v in which))
 
 
 @router.get("/v1/keys/{key}/why", summary="What is nearest to a key", responses=ERRORS)

@@ -85,7 +85,7 @@ def count(number: int, what: str) -> str:
     """`1, "build"` as `1 build`, `2, "build"` as `2 builds`, `2, "entry"` as `2 entries`."""
     if number == 1:
         return f"1 {what}"
-    return f"{number} {what.removesuffix('y')}ies" if what.endswith("y") else f"{number} {what}s"
+    return f"{number} {what.removesuffix('ry')}ries" if what.endswith("ry") else f"{number} {what}s"
 
 
 def human_bytes(size: int | None) -> str:

@@ -297,7 +297,7 @@ def _with_whole_headers(compiled: Callable[[], list[str]]) -> list[str]:
         log.warning(
             "a precompiled header in %s cannot be read, and is made anew: %s", _header_folder(), error
         )
-        for header in _header_folder().glob("*.gch"):
+        for header in _header_folder().glob("*.[gp]ch"):  # g++ and clang++
             header.unlink(missing_ok=True)  # those who read it go on doing so
         return compiled()
 
@@ -329,9 +329,11 @@ def _keep(name: str, files: Sequence[str], workdir: Path) -> tuple[list[Path], b
     kept = [out / f"{name}.wrapper.so", out / f"{name}.wrapper.cpp"]
     kept[1].touch()
     data = library.read_bytes()
-    # The generated source's own path is in its messages. Same length, so nothing moves.
-    folder = str(library.parent).encode() + b"/"
+    # The generated source's own path is in its messages, and its name is a digest of the command line, which has
+    # this host's folders. Same length, so nothing moves.
+    folder, source = str(library.parent).encode() + b"/", library.name.partition(".")[0].encode()
     data = data.replace(folder, (b"./" * len(folder))[: len(folder) - 1] + b"/")
+    data = data.replace(source + b".wrapper.cpp", b"x" * len(source) + b".wrapper.cpp")
     kept[0].write_bytes(data)
     proxied = False
     stem = library.name.removesuffix(".so")

@@ -6,12 +6,15 @@ Every wrapper of AOTInductor's instantiates `std::regex` and optimizes all of it
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import tempfile
 from pathlib import Path
 
 from aotcache.types import sha256
+
+logger = logging.getLogger(__name__)
 
 HEADER = "torch/csrc/inductor/aoti_runtime/model_base.h"
 
@@ -85,28 +88,41 @@ def without_regex(include: Path, folder: Path, *, called: str) -> Path | None:
         called: What `include` is called in messages of the compiled code; lines keep their numbers.
 
     Returns:
-        None if this torch's header is another than expected: it is used as it is.
+        None if this torch's header is another than expected, or none can be made: it is used as it is.
     """
     try:
-        text = (include / HEADER).read_text()
-    except OSError:
+        text = (include / HEADER).read_text(encoding="utf-8")
+        for line, instead in _EDITS.items():
+            if text.count(line) != 1:
+                return None
+            text = text.replace(line, instead)
+        if "std::regex" in text or "std::smatch" in text:
+            return None
+        made = f'{MATCH}#line 1 "{called}/{HEADER}"\n{text}'.encode()
+        place = folder / f"include-{sha256(made)[:16]}"
+        if shlex.quote(str(place)) != str(place):
+            return None  # torch's command line would take it for several words
+        _make(place / HEADER, made)
+    except (OSError, ValueError) as error:
+        logger.warning("torch's %s is used as it is, and takes twice as long: %s", HEADER, error)
         return None
-    if any(text.count(line) != 1 for line in _EDITS):
-        return None
-    for line, instead in _EDITS.items():
-        text = text.replace(line, instead)
-    made = f'{MATCH}#line 1 "{called}/{HEADER}"\n{text}'.encode()
-    place = folder / f"include-{sha256(made)[:16]}"
-    header = place / HEADER
-    if shlex.quote(str(place)) != str(place):
-        return None  # torch's command line would take it for several words
-    if not header.is_file() or header.read_bytes() != made:
-        header.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=header.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(made)
-        os.replace(draft, header)
     return place
+
+
+def _make(header: Path, data: bytes) -> None:
+    """Write it, unless it is there: whole, or not at all."""
+    if header.is_file() and header.read_bytes() == data:
+        return
+    header.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=header.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # The same bytes have the same time, which clang++ keeps in what it precompiles.
+        os.utime(draft, (0, 0))
+        os.replace(draft, header)
+    finally:
+        Path(draft).unlink(missing_ok=True)
 
 
 __all__ = ["HEADER", "MATCH", "without_regex"]

@@ -166,7 +166,8 @@ class Collector:
 
     def _named(self, digest: Digest) -> bool:
         """Whether an entry has this archive; holds to the end of `exclusive("archive", digest)`."""
-        return self._index.names(digest) or self._publishes.names(digest)
+        # In this order: a publish goes from the first to the second.
+        return self._publishes.names(digest) or self._index.names(digest)
 
     def _changed(self, session: Session, planned: Candidate, digest: Digest | None) -> bool:
         assert planned.key is not None

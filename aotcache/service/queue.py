@@ -170,9 +170,12 @@ def keep_log(row: BuildRow, log: str) -> None:
 
 
 def artifact_arrived(session: Session, key: CacheKey, variant: str) -> None:
-    """Somebody published what a build still waits for. One that runs is ended by its builder."""
+    """Somebody published what a build still waits for. One that runs is ended by its builder.
+
+    What is recalled is no answer: the build that is to replace it goes on.
+    """
     row = latest(session, key, variant)
-    if row is not None and row.state == "queued":
+    if row is not None and row.state == "queued" and is_stored(session, key, variant):
         succeed(session, row)
 
 

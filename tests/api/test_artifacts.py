@@ -94,6 +94,25 @@ def test_a_publish_that_the_index_did_not_take_keeps_its_archive(
     assert api.client.get(f"/v1/blobs/{broken.digest}").status_code == 404
 
 
+def test_a_delete_takes_no_row_of_what_is_published_meanwhile(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = api.publish(b"old")
+    remove = api.service.collector.remove
+    later: list[Manifest] = []
+
+    def removing(*what: object, **options: object) -> object:
+        if not later:
+            later.append(api.publish(b"new", target="cpu:x86_64-avx512"))
+        return remove(*what, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api.service.collector, "remove", removing)
+    assert api.client.delete(f"/v1/artifacts/{old.key}").json() == {"deleted": 1}
+    assert later[0].key == old.key
+    found = api.client.post("/v1/resolve", json={"keys": [old.key]}).json()["found"][old.key]
+    assert [reference["digest"] for reference in found] == [later[0].digest]
+
+
 def test_a_thousand_keys_are_one_statement(api: Api) -> None:
     manifests = [api.publish(call=f"x float32[{n}]") for n in range(3)]
     keys = [*(m.key for m in manifests), *(hashlib.sha256(str(n).encode()).hexdigest() for n in range(997))]

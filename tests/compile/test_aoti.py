@@ -13,6 +13,7 @@ from torch._inductor import codecache
 from torch._inductor.package import load_package
 
 from aotcache.compat import CPU_LEVELS
+from aotcache.compile import aoti
 from aotcache.compile.aoti import _with_whole_headers, compiler_version, inductor_options
 from aotcache.errors import ConfigError
 from aotcache.host import cpu_features
@@ -133,6 +134,20 @@ def test_an_archive_holds_libraries_and_metadata_and_nothing_else(trained: Made)
     assert (trained.built.digest, trained.built.size) == (sha256(data), len(data))
     # The same pair packed by torch alone, with its sources and symbols, takes several megabytes.
     assert len(data) < 400_000
+
+
+def test_a_library_has_nothing_of_the_command_that_made_it(tmp_path: Path) -> None:
+    """Inductor calls its source by a digest of all flags, and thus of this host's folders."""
+    kept = []
+    for name in ("caaaaaaa", "cbbbbbbb"):
+        made = tmp_path / name / f"{name}.wrapper.so"
+        made.parent.mkdir()
+        made.write_bytes(b"code " + str(made.with_suffix(".cpp")).encode() + b": it failed")
+        [library, _], proxied = aoti._keep("forward", [str(made)], tmp_path / name)
+        kept.append(library.read_bytes())
+        assert not proxied
+    assert kept[0] == kept[1]
+    assert kept[0].endswith(b"/xxxxxxxx.wrapper.cpp: it failed")
 
 
 def test_an_archive_holds_no_weights_and_no_paths(trained: Made) -> None:

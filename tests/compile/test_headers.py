@@ -84,6 +84,15 @@ def test_any_other_header_is_left_as_it_is(tmp_path: Path) -> None:
     other.parent.mkdir(parents=True)
     other.write_text((INCLUDE / HEADER).read_text().replace("cuda|xpu", "cuda|npu|xpu"))
     assert without_regex(tmp_path / "include", tmp_path, called="torch/include") is None
+    # One that needs it elsewhere.
+    whole = (INCLUDE / HEADER).read_text()
+    other.write_text(
+        whole + "inline bool other(std::string s) { return std::regex_match(s, std::regex(s)); }\n"
+    )
+    assert without_regex(tmp_path / "include", tmp_path, called="torch/include") is None
+    # Where none can be made.
+    (tmp_path / "file").write_text("")
+    assert without_regex(INCLUDE, tmp_path / "file", called="torch/include") is None
     odd = tmp_path / "a folder"
     assert without_regex(INCLUDE, odd, called="torch/include") is None
     assert not odd.exists()

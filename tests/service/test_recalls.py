@@ -200,7 +200,11 @@ def test_a_recalled_entry_is_not_there_for_whoever_asks_for_a_build(
     assert builds.request("drafter", manifest.key, variant).state == "done"
     made = following(key, recall={manifest.digest: "bad"})
     recalls.put(made, store, trusted)
-    assert builds.request("drafter", manifest.key, variant).state == "queued"
+    queued = builds.request("drafter", manifest.key, variant)
+    assert queued.state == "queued"
+    # Its row once more is no replacement, as after a publish that was broken off.
+    index.add(manifest, manifest.document(), modified=0.0)
+    assert builds.get(queued.id).state == "queued"
     claimed = builds.claim(["drafter"], [variant], "builder")
     assert claimed is not None
     recalls.put(following(key, made, lift=[manifest.digest]), store, trusted)
