@@ -19,7 +19,7 @@ demo: $(READY)  ## Warm the bundled drafters, train one on 4 threads, prove that
 
 # One process per folder of tests, since the tests of a folder share what they compile.
 test: $(READY)  ## The whole test suite
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n auto --no-loadscope-reorder $(ARGS)
 
 check: $(READY)  ## Lint and types: ruff, mypy --strict
 	@$(BIN)/ruff check .
