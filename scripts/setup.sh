@@ -61,5 +61,8 @@ install --no-deps -r tests/integration/requirements-no-deps.txt
 ln -sfn ../api aotcache/api
 ln -sfn ../migrations aotcache/migrations
 
+say "compiling what every process imports"
+"$venv/bin/python" -W ignore -c 'import torch._inductor.compile_fx, torch.export, torch.distributed.fsdp, transformers.trainer'
+
 touch "$venv/.ready"
 say "done"
