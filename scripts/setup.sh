@@ -39,30 +39,27 @@ if ! [ -x "$venv/bin/python" ]; then
     say "creating $venv with $("$python" -V)"
     "$python" -m venv "$venv"
 fi
-# Python compiles what is imported when it is, which is a small part of what is installed here.
-install() { "$venv/bin/python" -m pip --disable-pip-version-check install -qq --no-compile -c constraints.txt "$@"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 # A plain `torch` on Linux brings gigabytes of CUDA. The CPU build carries a local version,
 # so it is asked for by that name: first where pip looks anyway (a mirror, a wheel folder),
 # then on the index that torch itself publishes it on. Elsewhere the plain build is the CPU build.
 if ! "$venv/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$torch')" 2>/dev/null; then
     say "installing torch $torch for CPU"
-    install "torch==$torch+cpu" 2>/dev/null \
-        || install "torch==$torch+cpu" --extra-index-url https://download.pytorch.org/whl/cpu --retries 1 2>/dev/null \
-        || { say "no CPU build of torch $torch found, taking the plain one"; install "torch==$torch"; }
+    pip install -qq "torch==$torch+cpu" -c constraints.txt 2>/dev/null \
+        || pip install -qq "torch==$torch+cpu" -c constraints.txt \
+            --extra-index-url https://download.pytorch.org/whl/cpu --retries 1 2>/dev/null \
+        || { say "no CPU build of torch $torch found, taking the plain one"; pip install -qq "torch==$torch" -c constraints.txt; }
 fi
 
 say "installing aotcache and what its tests need"
-install -e '.[dev]' -r tests/integration/requirements.txt
-install --no-deps -r tests/integration/requirements-no-deps.txt
+pip install -qq -c constraints.txt -e '.[dev]' -r tests/integration/requirements.txt
+pip install -qq -c constraints.txt --no-deps -r tests/integration/requirements-no-deps.txt
 
 # Two packages lie outside of aotcache/ (see package-dir in pyproject.toml). mypy, and a checkout that is
 # on PYTHONPATH instead of being installed, find them by links.
 ln -sfn ../api aotcache/api
 ln -sfn ../migrations aotcache/migrations
-
-say "compiling what every process imports"
-"$venv/bin/python" -W ignore -c 'import torch._inductor.compile_fx, torch.export, torch.distributed.fsdp, transformers.trainer'
 
 touch "$venv/.ready"
 say "done"
