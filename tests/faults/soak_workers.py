@@ -42,7 +42,7 @@ class Client(Process):
                 self.list_all: 1,
                 self.begin_anew: 1,
             },
-            pause=0.8,
+            pause=0.3,
         )
 
     def read_one(self) -> None:
