@@ -144,11 +144,8 @@ def ls(
     print_table(columns, (_row(e, deaths.number(e)) for e in found))
     problems = (recalls.problem(e.manifest) for e in found if e.manifest is not None)
     print_lines(dict.fromkeys(problem for problem in problems if problem is not None))
-    print_lines(
-        [
-            f"{count(usage.refs, 'entry')}, {count(usage.blobs, 'archive')}, {human_bytes(usage.bytes)} in {where}"
-        ]
-    )
+    held = f"{count(usage.refs, 'entry')}, {count(usage.blobs, 'archive')}"
+    print_lines([f"{held}, {human_bytes(usage.bytes)} in {where}"])
 
 
 def _matches(entry: Entry, pattern: str) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import tempfile
 from pathlib import Path
 
+from aotcache.drafts import draft
 from aotcache.types import sha256
 
 logger = logging.getLogger(__name__)
@@ -114,15 +114,12 @@ def _make(header: Path, data: bytes) -> None:
     if header.is_file() and header.read_bytes() == data:
         return
     header.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=header.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+    with draft(header) as (place, file):
+        file.write(data)
+        file.flush()
         # The same bytes have the same time, which clang++ keeps in what it precompiles.
-        os.utime(draft, (0, 0))
-        os.replace(draft, header)
-    finally:
-        Path(draft).unlink(missing_ok=True)
+        os.utime(place, (0, 0))
+        os.replace(place, header)
 
 
 __all__ = ["HEADER", "MATCH", "without_regex"]

@@ -126,7 +126,7 @@ class Publishes:
             try:
                 entered += self._finish(CacheKey(key), variant, seconds)
             except ServiceUnavailable:
-                raise
+                raise  # the others could only wait for it as well
             except StoreError as error:
                 problem = error
         if problem is not None:
